@@ -651,7 +651,7 @@ class Contract(Groups):
 
     def test_doctor_finds_no_fault(self, place: Place) -> None:
         options = place.runner.scheduler_run_opts(place.name).resolve(dict(place.cfg))
-        results = [*place.backend.checks(None), *place.backend.checks(place.backend.options.from_cfg(options))]
+        results = [*place.backend.checks(place.backend.options.from_cfg(options))]
         assert [result.line() for result in results if result.level != "ok"] == []
 
     @pytest.mark.scenario("missing tool says what to install")

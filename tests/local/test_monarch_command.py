@@ -220,7 +220,7 @@ def test_schedulers_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.M
     done = subprocess.run([*TORCHX, "monarch", "ls"], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("[monarch] monarch_docker is left out: there is no Docker daemon")
-    assert "there is no scheduler 'nobody'" in monarch("ls", "-s", "nobody", code=exit_codes.USAGE)
+    assert "there is no scheduler nobody." in monarch("ls", "-s", "nobody", code=exit_codes.USAGE)
 
 
 def test_a_live_allocation(tmp_path: Path) -> None:

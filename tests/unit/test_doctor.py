@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 from torchx_monarch.cli import doctor as command
-from torchx_monarch.model.check_result import CheckResult, check
+from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.schedulers import doctor, install_checks
 
 
@@ -23,23 +21,19 @@ def levels(results: Iterable[CheckResult]) -> dict[str, str]:
 
 
 def test_a_result_is_a_line() -> None:
-    assert check("disk", "/x, 3 MiB free", fail="full").line() == "fail  disk: /x, 3 MiB free; full"
-    assert check("disk", "/x").line() == "ok    disk: /x"
+    assert CheckResult("disk", "/x, 3 MiB free", advice="full").line() == "fail  disk: /x, 3 MiB free; full"
+    assert CheckResult("disk", "/x").line() == "ok    disk: /x"
 
 
 # -- installation ------------------------------------------------------------------------------------------------------
 
 
-def test_requirements_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert install_checks.check_requirement(Requirement("torch>=2.4")).level == "ok"
-    missing = install_checks.check_requirement(Requirement("no-such-package<4,>=3"))
-    assert (missing.level, missing.advice) == ("fail", "run: pip install 'no-such-package<4,>=3'")
-    old = install_checks.check_requirement(Requirement("torch>=999"))
-    assert old.level == "fail" and "needs >=999" in old.advice
-    assert install_checks.check_extra("docker") == []
-    monkeypatch.setattr(install_checks, "_version", lambda name: {"torchx": "0.7.0"}.get(name))
-    found = levels(install_checks.check_installation())
-    assert found["torchx"] == found["torchmonarch"] == "fail"
+def test_packages_that_are_missing_or_too_many_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(levels(install_checks.check_installation()).values()) == {"ok"}
+    monkeypatch.setattr(install_checks, "_version", lambda name: {"torchx": "0.7.0"}.get(name, ""))
+    found = {result.what: result for result in install_checks.check_installation()}
+    assert found["torchx"].level == "fail"
+    assert (found["torchmonarch"].level, found["torchmonarch"].advice) == ("fail", "run: pip install torchmonarch")
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -49,19 +43,19 @@ def test_a_group_that_raises_or_hangs_is_a_failed_check() -> None:
     release = threading.Event()
 
     def hangs() -> Iterable[CheckResult]:
-        yield check("first", "1")
+        yield CheckResult("first", "1")
         release.wait(60)
 
     def raises() -> Iterable[CheckResult]:
-        yield check("second", "2")
+        yield CheckResult("second", "2")
         raise SystemExit("torchx is too old")
 
     try:
         groups = doctor.run_groups({"slow": hangs, "broken": raises}, 2.0)
     finally:
         release.set()
-    assert groups["slow"][0] == [check("first", "1")] and groups["slow"][1].startswith("no answer in 2 s")
-    assert groups["broken"] == ([check("second", "2")], "torchx is too old")
+    assert groups["slow"][0] == [CheckResult("first", "1")] and groups["slow"][1].startswith("no answer in 2 s")
+    assert groups["broken"] == ([CheckResult("second", "2")], "torchx is too old")
 
 
 @pytest.fixture
@@ -90,8 +84,8 @@ def run(*words: str) -> int:
     [
         ("-s monarch_docker", "fail  monarch_docker: there is no Docker daemon"),
         ("-s monarch_kubernetes", "fail  monarch_kubernetes: no Kubernetes cluster is configured"),
-        ("-s monarch_lokal", "fail  scheduler: monarch_lokal; there is none of this name. Did you mean monarch_local?"),
-        ("-s local_cwd", "fail  scheduler: local_cwd; it is of another package"),
+        ("-s monarch_lokal", "fail  monarch_lokal: there is no scheduler monarch_lokal. Did you mean monarch_local?"),
+        ("-s local_cwd", "fail  local_cwd: local_cwd is a scheduler of another package"),
         ("-s monarch_local -cfg lease=0", "fail  monarch_local: Run option `lease` is 0; "),
         ("-s monarch_local -cfg leas=1", "fail  monarch_local: Unknown run option `leas`. Did you mean lease?"),
         ("-s monarch_local -cfg =,=", "fail  monarch_local: "),
@@ -115,24 +109,6 @@ def test_unreadable_configuration(
     monkeypatch.setenv("TORCHXCONFIG", str(broken / "config"))
     assert run("-s", "monarch_local") == 1
     assert "fail  monarch_local: File contains no section headers" in capsys.readouterr().out
-
-
-def test_schedulers_that_cannot_be_used_are_warnings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path / "state"))
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nosuch")
-    monkeypatch.setattr(doctor, "registered", lambda: ["acme_local", "monarch_docker"])
-    missing = {
-        "acme_local": check("scheduler", "", fail="foreign"),
-        "monarch_docker": check("docker", "", fail="missing"),
-    }
-    monkeypatch.setattr(doctor, "_create", lambda name: (None, missing[name]))
-    assert run("--json") == 0
-    found = {result["what"]: result for result in json.loads(capsys.readouterr().out)}
-    assert found["monarch_docker"]["level"] == "warn" and "acme_local" not in found
-    assert found["monarch_docker"]["advice"] == "cannot be used: missing"
 
 
 def test_options_need_a_scheduler(capsys: pytest.CaptureFixture[str]) -> None:

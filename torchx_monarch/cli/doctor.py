@@ -14,9 +14,7 @@ from torchx_monarch.system.untrusted_text import one_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-s", "--scheduler", default="", help="check this scheduler, with its options (default: which can be used)"
-    )
+    parser.add_argument("-s", "--scheduler", default="", help="check this scheduler, too, with its options")
     parser.add_argument("-cfg", "--scheduler-args", default="", metavar="CFG", help="run options, as for torchx run")
     add_json(parser)
 
@@ -28,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
         sys.exit(exit_codes.USAGE)
     results = diagnose(args.scheduler, args.scheduler_args)
     if args.json:
-        print_json([dataclasses.asdict(result) for result in results])
+        print_json([{"level": result.level, **dataclasses.asdict(result)} for result in results])
     else:
         for result in results:
             print(one_line(result.line(), 500))

@@ -12,8 +12,8 @@ from torchx.schedulers import get_scheduler_factories
 
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli.output import add_json, print_json
-from torchx_monarch.cli.torchx_errors import no_scheduler
 from torchx_monarch.client.hosts import say
+from torchx_monarch.schedulers import no_scheduler
 from torchx_monarch.system.untrusted_text import one_line
 
 _SECTIONS = ("cli:run", "cli:list")

@@ -30,10 +30,10 @@ from torchx_monarch.insight.rank_sample import RankSample, RankView, rank_views
 from torchx_monarch.insight.timeline import Timeline
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.model.state import State
-from torchx_monarch.schedulers import job_status, registered
+from torchx_monarch.schedulers import job_status
 from torchx_monarch.schedulers.description import log_folder, summary_of
 from torchx_monarch.schedulers.job_status import JobStatus, LiveState
-from torchx_monarch.schedulers.monarch import MonarchScheduler
+from torchx_monarch.schedulers.monarch import MonarchScheduler, registered_scheduler
 
 _MAX_LINES = 100_000
 """Progress lines that are read of one log: a rank can imitate them."""
@@ -224,21 +224,8 @@ def opened_job(handle: str, role: str = "", address: str = "", timeout: float = 
 
 @contextlib.contextmanager
 def opened(name: str) -> Iterator[MonarchScheduler]:
-    """Create a scheduler of this package; close its connections afterwards.
-
-    Raises:
-        UserError: the name is not that of a scheduler of this package.
-        BackendError: the client library that its backend needs is not installed.
-    """
-    from torchx.schedulers import get_scheduler_factories
-
-    factories = get_scheduler_factories()
-    ours = ", ".join(registered())
-    if name not in factories:
-        raise UserError(f"there is no scheduler {name!r}; those of torchx-monarch are {ours}")
-    scheduler = factories[name]("torchx")
-    if not isinstance(scheduler, MonarchScheduler):
-        raise UserError(f"{name} is a scheduler of another package; those of torchx-monarch are {ours}")
+    """Create a scheduler (``registered_scheduler``); close its connections afterwards."""
+    scheduler = registered_scheduler(name)
     try:
         yield scheduler
     finally:

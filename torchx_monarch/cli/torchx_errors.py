@@ -41,6 +41,7 @@ def explain(error: BaseException) -> str:
     from torchx.schedulers import get_default_scheduler_name
     from torchx.specs.api import MalformedAppHandleException, UnknownSchedulerException
 
+    from torchx_monarch.schedulers import no_scheduler
     from torchx_monarch.schedulers.command import USER_ERRORS, subcommand
 
     command = subcommand()
@@ -66,16 +67,6 @@ def explain(error: BaseException) -> str:
             "To make that the default of this folder: torchx monarch init"
         )
     return ""
-
-
-def no_scheduler(name: str) -> str:
-    """Return what is wrong with the name of a scheduler that does not exist, and what to type instead."""
-    from torchx.schedulers import get_scheduler_factories
-
-    from torchx_monarch.model.spelling import did_you_mean
-
-    schedulers = list(get_scheduler_factories())
-    return f"there is no scheduler {name}.{did_you_mean(name, schedulers)} Schedulers are: {', '.join(schedulers)}"
 
 
 def _options(error: BaseException) -> argparse.Namespace | None:

@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 from torchx.cli.cmd_run import CmdRun as TorchXCmdRun
 
 from torchx_monarch.backends.core import torchx_api
-from torchx_monarch.cli.torchx_errors import no_scheduler
-from torchx_monarch.schedulers import command
+from torchx_monarch.schedulers import command, no_scheduler
 
 _OWN = "monarch."
 """How the names of this package's components begin, as setup.cfg registers them."""

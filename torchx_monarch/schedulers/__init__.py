@@ -14,26 +14,19 @@ if TYPE_CHECKING:
 
 
 class _Entry(NamedTuple):
-    """Where a backend is, below ``torchx_monarch.backends``; the client library that it needs, and this one's extra."""
+    """Where a backend is, below ``torchx_monarch.backends``, and the client library that it needs."""
 
     module: str
     name: str
-    client: str = ""
-    extra: str = ""
+    client: str
 
 
-_BACKENDS = {
-    "monarch_local": _Entry("local.backend", "LocalBackend"),
-    "monarch_docker": _Entry("docker.backend", "DockerBackend", "docker>=7", "docker"),
-    "monarch_kubernetes": _Entry("kubernetes.backend", "KubernetesBackend", "kubernetes>=29,!=37.0.2", "kubernetes"),
-    "monarch_slurm": _Entry("slurm.backend", "SlurmBackend"),
-    "monarch_pbs": _Entry("batch.pbs", "PbsBackend"),
-    "monarch_lsf": _Entry("batch.lsf", "LsfBackend"),
-    "monarch_htcondor": _Entry("batch.htcondor", "HTCondorBackend"),
-    "monarch_sge": _Entry("batch.sge", "SgeBackend"),
-    "monarch_ssh": _Entry("ssh.backend", "SshBackend"),
-    "monarch_aws_batch": _Entry("aws_batch.backend", "AWSBatchBackend", "boto3>=1.34", "aws"),
-}
+_BACKENDS: dict[str, _Entry] = {}
+
+
+def _factory(name: str, module: str, backend: str, client: str = "") -> partial[Scheduler[dict[str, object]]]:
+    _BACKENDS[name] = _Entry(module, backend, client)
+    return partial(create, name)
 
 
 def registered() -> list[str]:
@@ -43,11 +36,14 @@ def registered() -> list[str]:
     return sorted(name for name in get_scheduler_factories() if name not in DEFAULT_SCHEDULER_MODULES)
 
 
-NAMES = tuple(_BACKENDS)
-"""The names of this package's schedulers."""
+def no_scheduler(name: str) -> str:
+    """Return what is wrong with the name of a scheduler that does not exist, and what to type instead."""
+    from torchx.schedulers import get_scheduler_factories
 
-EXTRAS = {name: entry.extra for name, entry in _BACKENDS.items() if entry.extra}
-"""The extra of this package that a scheduler needs."""
+    from torchx_monarch.model.spelling import did_you_mean
+
+    schedulers = list(get_scheduler_factories())
+    return f"there is no scheduler {name}.{did_you_mean(name, schedulers)} Schedulers are: {', '.join(schedulers)}"
 
 
 def create(name: str, session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
@@ -78,16 +74,21 @@ def create(name: str, session_name: str, **kwargs: object) -> Scheduler[dict[str
 # Monarch hosts on this machine, as containers of a Docker daemon, as pods of a Kubernetes cluster, on the nodes of a
 # Slurm job, as jobs of PBS, LSF, HTCondor and Grid Engine, on machines reached over ssh, as the nodes of a job of AWS
 # Batch.
-monarch_local = partial(create, "monarch_local")
-monarch_docker = partial(create, "monarch_docker")
-monarch_kubernetes = partial(create, "monarch_kubernetes")
-monarch_slurm = partial(create, "monarch_slurm")
-monarch_pbs = partial(create, "monarch_pbs")
-monarch_lsf = partial(create, "monarch_lsf")
-monarch_htcondor = partial(create, "monarch_htcondor")
-monarch_sge = partial(create, "monarch_sge")
-monarch_ssh = partial(create, "monarch_ssh")
-monarch_aws_batch = partial(create, "monarch_aws_batch")
+monarch_local = _factory("monarch_local", "local.backend", "LocalBackend")
+monarch_docker = _factory("monarch_docker", "docker.backend", "DockerBackend", "docker>=7")
+monarch_kubernetes = _factory(
+    "monarch_kubernetes", "kubernetes.backend", "KubernetesBackend", "kubernetes>=29,!=37.0.2"
+)
+monarch_slurm = _factory("monarch_slurm", "slurm.backend", "SlurmBackend")
+monarch_pbs = _factory("monarch_pbs", "batch.pbs", "PbsBackend")
+monarch_lsf = _factory("monarch_lsf", "batch.lsf", "LsfBackend")
+monarch_htcondor = _factory("monarch_htcondor", "batch.htcondor", "HTCondorBackend")
+monarch_sge = _factory("monarch_sge", "batch.sge", "SgeBackend")
+monarch_ssh = _factory("monarch_ssh", "ssh.backend", "SshBackend")
+monarch_aws_batch = _factory("monarch_aws_batch", "aws_batch.backend", "AWSBatchBackend", "boto3>=1.34")
+
+NAMES = tuple(_BACKENDS)
+"""The names of this package's schedulers."""
 
 
 def wrap(

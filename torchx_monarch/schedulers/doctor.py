@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from torchx.runner import config
-from torchx.schedulers import get_scheduler_factories
 from torchx.specs import CfgVal
 
-from torchx_monarch.model.check_result import CheckResult, check
-from torchx_monarch.model.spelling import did_you_mean
-from torchx_monarch.schedulers import EXTRAS, registered
-from torchx_monarch.schedulers.install_checks import check_extra, check_installation
-from torchx_monarch.schedulers.monarch import MonarchScheduler
+from torchx_monarch.model.check_result import CheckResult
+from torchx_monarch.schedulers.install_checks import check_installation
+from torchx_monarch.schedulers.monarch import registered_scheduler
 
 T = TypeVar("T")
 
@@ -31,20 +27,16 @@ def diagnose(scheduler: str, cfg: str) -> list[CheckResult]:
     """Run all checks and return their results. Submit nothing.
 
     Args:
-        scheduler: name of the scheduler to check with its run options; empty to see which schedulers can be used.
+        scheduler: name of the scheduler to check with its run options; empty to check the installation alone.
         cfg: run options of ``scheduler``, as for ``torchx run -cfg``.
     """
-    names = [scheduler] if scheduler else registered()
-    groups: dict[str, Callable[[], Iterable[CheckResult]]] = {
-        "installation": check_installation,
-        **{name: functools.partial(check_scheduler, name, cfg if scheduler else None) for name in names},
-    }
-    found = {}
+    groups: dict[str, Callable[[], Iterable[CheckResult]]] = {"installation": check_installation}
+    if scheduler:
+        groups[scheduler] = functools.partial(check_scheduler, scheduler, cfg)
+    found: list[CheckResult] = []
     for name, (results, failure) in run_groups(groups, _TIMEOUT).items():
-        found[name] = [*results, *([check(name, "", fail=failure)] if failure else [])]
-    if not scheduler:
-        found.update({name: _usable(name, found[name]) for name in names})
-    return list(itertools.chain.from_iterable(found.values()))
+        found += [*results, *([CheckResult(name, "", advice=failure)] if failure else [])]
+    return found
 
 
 def run_groups(groups: Mapping[str, Callable[[], Iterable[T]]], timeout: float) -> dict[str, tuple[list[T], str]]:
@@ -74,22 +66,11 @@ def run_groups(groups: Mapping[str, Callable[[], Iterable[T]]], timeout: float) 
     return {name: ([*found[name]], failures.get(name, "")) for name in groups}
 
 
-def check_scheduler(name: str, cfg: str | None) -> Iterable[CheckResult]:
-    """Check that jobs can be submitted to a scheduler with run options.
-
-    Args:
-        cfg: run options, as for ``torchx run -cfg``; those of ``.torchxconfig`` are added. None to check only that the
-            place where it runs apps can be reached.
-    """
-    scheduler, result = _create(name)
-    if scheduler is None or cfg is not None:
-        yield result
-    if scheduler is None:
-        return
+def check_scheduler(name: str, cfg: str) -> Iterable[CheckResult]:
+    """Check that jobs can be submitted to a scheduler with run options, and those of ``.torchxconfig``."""
+    scheduler = registered_scheduler(name)
     with contextlib.closing(scheduler.inner):
-        if cfg is None:
-            yield from scheduler.checks(None)
-            return
+        yield CheckResult("scheduler", name)
         options = scheduler.run_opts()
         values: dict[str, CfgVal] = options.cfg_from_str(cfg)
         for path in config.find_configs():  # TorchX's ``apply`` logs each
@@ -98,32 +79,6 @@ def check_scheduler(name: str, cfg: str | None) -> Iterable[CheckResult]:
         resolved = options.resolve(values)
         scheduler.check_options(resolved)
         yield from scheduler.checks(resolved)
-
-
-def _usable(name: str, results: Sequence[CheckResult]) -> list[CheckResult]:
-    """Return whether a scheduler can be used: a warning if it cannot, nothing if it is not on our base."""
-    wrong = next((result for result in results if result.level == "fail"), None)
-    if wrong is None:
-        return [check(name, ", ".join(result.value for result in results) or "can be used")]
-    if wrong.what == "scheduler":
-        return []
-    return [CheckResult("warn", name, wrong.value, f"cannot be used: {wrong.advice}")]
-
-
-def _create(name: str) -> tuple[MonarchScheduler | None, CheckResult]:
-    factories = get_scheduler_factories()
-    ours = ", ".join(registered())
-    if name not in factories:
-        hint = did_you_mean(name, list(factories))
-        advice = f"there is none of this name.{hint} Those of torchx-monarch are {ours}"
-        return None, check("scheduler", name, fail=advice)
-    if name in EXTRAS and (missing := check_extra(EXTRAS[name])):
-        return None, missing[0]
-    scheduler = factories[name]("torchx")
-    if not isinstance(scheduler, MonarchScheduler):
-        advice = f"it is of another package, which has no checks; those of torchx-monarch are {ours}"
-        return None, check("scheduler", name, fail=advice)
-    return scheduler, check("scheduler", name)
 
 
 def _one_line(error: BaseException) -> str:

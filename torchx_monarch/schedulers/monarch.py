@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
+from torchx.schedulers import get_scheduler_factories
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, InvalidRunConfigException, Role, runopts
 from torchx.workspace import WorkspaceMixin
@@ -27,7 +28,7 @@ from torchx_monarch.insight import events
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.host_spec import HostSpec, parse_exit_codes, parse_ports, wrong_values
 from torchx_monarch.model.role_spec import RoleMetadataError
-from torchx_monarch.schedulers import command, image_push
+from torchx_monarch.schedulers import NAMES, command, image_push, no_scheduler
 from torchx_monarch.schedulers.command import keep_threads_quiet, subcommand
 from torchx_monarch.schedulers.description import describe, shorten, summarize
 from torchx_monarch.schedulers.foreground import Foreground
@@ -98,9 +99,9 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         """Check run options without an app, as for a submission."""
         self._wrap_options(AppDef(""), self._options(cfg), cfg)
 
-    def checks(self, cfg: Cfg | None) -> Iterable[CheckResult]:
-        """Check that apps can run in the place of the backend; without options, that it can be reached."""
-        return self.inner.checks(None if cfg is None else self.inner.options.from_cfg(cfg))
+    def checks(self, cfg: Cfg) -> Iterable[CheckResult]:
+        """Check that apps can run in the place of the backend."""
+        return self.inner.checks(self.inner.options.from_cfg(cfg))
 
     # -- submission ----------------------------------------------------------------------------------------------------
 
@@ -305,6 +306,22 @@ def create(name: str, session_name: str, backend: Backend[Any, Any, Any], python
     """Create the scheduler of a backend, a ``WorkspaceMixin`` too if the backend takes workspaces along."""
     kind = MonarchScheduler if backend.workspace is None else MonarchWorkspaceScheduler
     return kind(name, session_name, backend, python)
+
+
+def registered_scheduler(name: str) -> MonarchScheduler:
+    """Create the scheduler of this package that is registered under a name.
+
+    Raises:
+        UserError: there is none.
+        BackendError: the client library that its backend needs is not installed.
+    """
+    factories = get_scheduler_factories()
+    if name not in factories:
+        raise UserError(no_scheduler(name))
+    scheduler = factories[name]("torchx")
+    if not isinstance(scheduler, MonarchScheduler):
+        raise UserError(f"{name} is a scheduler of another package; those of torchx-monarch are {', '.join(NAMES)}")
+    return scheduler
 
 
 def _warn_of_few_resources(app: AppDef) -> None:

@@ -23,7 +23,7 @@ from torchx_monarch.backends.core.errors import SubmittedAlreadyError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.model.check_result import CheckResult, check
+from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.state import State
 
 _MAX_DESCRIBED = 100
@@ -61,10 +61,10 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
-    def checks(self, options: AWSBatchOpts | None) -> Iterable[CheckResult]:
+    def checks(self, options: AWSBatchOpts) -> Iterable[CheckResult]:
         identity = self._aws.call("sts", "GetCallerIdentity")
         where = f"{identity['Arn']}, region {self._aws.client('batch').meta.region_name}"
-        return [check("AWS", where)]
+        return [CheckResult("AWS", where)]
 
     def check_options(self, options: AWSBatchOpts) -> None:
         check_options(options)

@@ -43,7 +43,7 @@ from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.local.render import safe_name, working_folder
 from torchx_monarch.insight import events
-from torchx_monarch.model.check_result import CheckResult, check
+from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.env_names import JOB_VARIABLES
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
@@ -157,9 +157,9 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
                 if not re.search(self.unknown_job, str(error)):
                     raise
 
-    def checks(self, options: O | None) -> Iterable[CheckResult]:
+    def checks(self, options: O) -> Iterable[CheckResult]:
         jobs = [job for job in self.queued().values() if not job.state.is_terminal]
-        return [check(self.name, f"{len(jobs)} of your jobs wait or run")]
+        return [CheckResult(self.name, f"{len(jobs)} of your jobs wait or run")]
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 

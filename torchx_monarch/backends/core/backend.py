@@ -131,14 +131,11 @@ class Backend(abc.ABC, Generic[O, R, S]):
         """Return whether replicas run in container images under these run options."""
         return self.capabilities.needs_image
 
-    def checks(self, options: O | None) -> Iterable[CheckResult]:
+    def checks(self, options: O) -> Iterable[CheckResult]:
         """Check that apps can run here with the run options, for ``torchx monarch doctor``. Submit nothing.
 
-        Args:
-            options: the run options; None to check only, and quickly, that the place where apps run can be reached.
-
         Raises:
-            BackendError: it cannot be reached.
+            BackendError: the place where apps run cannot be reached.
         """
         return ()
 

@@ -23,7 +23,7 @@ from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.kubernetes.render import render_job, render_volcano
 from torchx_monarch.backends.kubernetes.request import KubernetesRequest, collection
 from torchx_monarch.backends.kubernetes.snapshot import Attempt, KubernetesSnapshot
-from torchx_monarch.model.check_result import CheckResult, check
+from torchx_monarch.model.check_result import CheckResult
 
 
 class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSnapshot]):
@@ -52,9 +52,9 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
-    def checks(self, options: KubernetesOpts | None) -> Iterable[CheckResult]:
+    def checks(self, options: KubernetesOpts) -> Iterable[CheckResult]:
         version = self._api.get("/version").get("gitVersion")
-        return [check("Kubernetes", f"{version} at {self._api.host}")]
+        return [CheckResult("Kubernetes", f"{version} at {self._api.host}")]
 
     def check_options(self, cfg: KubernetesOpts) -> None:
         """Check the options and, for those that need a cluster, the cluster's configuration."""

@@ -34,7 +34,7 @@ from torchx_monarch.backends.ssh.native import (
 from torchx_monarch.backends.ssh.request import SshOpts, SshRequest, parse_hosts, render
 from torchx_monarch.backends.ssh.snapshot import SshSnapshot, build
 from torchx_monarch.model import codec
-from torchx_monarch.model.check_result import CheckResult, check
+from torchx_monarch.model.check_result import CheckResult
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -66,17 +66,15 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         parse_hosts(options.hosts)
         check_queue(options)
 
-    def checks(self, options: SshOpts | None) -> Iterable[CheckResult]:
+    def checks(self, options: SshOpts) -> Iterable[CheckResult]:
         """Check that ssh is there, and that each machine lets this user in and has this package."""
-        yield check("ssh", find_ssh())
-        if options is None:
-            return
+        yield CheckResult("ssh", find_ssh())
         for name in parse_hosts(options.hosts):
             try:
                 answer = self._connection(name, options.python, options.setup).ask("hello")
-                yield check(name, f"{answer['hostname']}, {answer['python']}")
+                yield CheckResult(name, f"{answer['hostname']}, {answer['python']}")
             except SshError as error:
-                yield check(name, "no", fail=error.reason)
+                yield CheckResult(name, "no", advice=error.reason)
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest:
         return render(app, submitted, options)
