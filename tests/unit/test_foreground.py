@@ -191,7 +191,6 @@ def test_a_disposition_of_the_users_stays(handler: Any, monkeypatch: pytest.Monk
         ("run -s monarch_local --wait utils.echo", True),
         ("--log_level INFO run --wait utils.echo", True),
         ("--log_level=INFO run -cfg a=1 --workspace  --log utils.echo", True),
-        ("run --stdin", True),
         ("run --tee_logs utils.echo", False),  # TorchX does not wait for this option alone
         ("run --workspace=--wait utils.echo", False),
         ("run utils.echo --log", False),
@@ -205,8 +204,6 @@ def test_the_options_tell_before_the_command_waits(
     foreground = foreground_of(backend)
 
     def run(self: cmd_run.CmdRun, args: Any) -> None:
-        if args.stdin:
-            self.torchx_json_from_stdin(args)
         submit(foreground)
         try:
             raise KeyboardInterrupt
@@ -214,7 +211,6 @@ def test_the_options_tell_before_the_command_waits(
             foreground.on_close()
 
     monkeypatch.setattr("sys.argv", ["torchx", *words.split(" ")])
-    monkeypatch.setattr("sys.stdin", io.StringIO('{"wait": true}'))
     monkeypatch.setattr(cmd_run.CmdRun, "run", run)
     with pytest.raises(SystemExit, match="130"):
         main(words.split(" "))

@@ -43,13 +43,6 @@ class CmdRun(TorchXCmdRun):  # type: ignore[misc]
         finally:
             command.run_options = None
 
-    def torchx_json_from_stdin(self, args: argparse.Namespace | None = None) -> dict[str, Any]:
-        """Return what ``--stdin`` reads, which says in the place of the options whether the command waits."""
-        found: dict[str, Any] = super().torchx_json_from_stdin(args)
-        if args is not None:
-            args.wait, args.log = found.get("wait", False), found.get("log", False)
-        return found
-
 
 def _scheduler(name: str) -> str:
     """Return the name of a scheduler; raise ArgumentTypeError for any other word."""
