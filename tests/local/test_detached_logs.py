@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -41,15 +40,6 @@ def test_following_a_role_that_starts_late(apps: Detached) -> None:
     app_id = apps.run(sh("true"))
     apps.wait(app_id)
     assert apps.log(app_id, should_tail=True) == []
-
-
-def test_following_until_a_time(apps: Detached) -> None:
-    app_id = apps.run(sh("while true; do echo x; sleep 0.1; done"))
-    until(lambda: apps.log(app_id), "the first line")
-    assert "x\n" in apps.log(app_id, should_tail=True, until=datetime.now() + timedelta(seconds=1))
-    assert apps.status(app_id).state is AppState.RUNNING
-    apps.scheduler.apps.cancel(app_id, 0)
-    apps.wait(app_id)
 
 
 def test_output_of_orphans_is_kept_while_the_app_runs(apps: Detached, tmp_path: Path) -> None:

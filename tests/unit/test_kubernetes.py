@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from datetime import datetime, timezone
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -25,12 +23,11 @@ from torchx.specs import (
 )
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch.backends.core.backend import LogQuery
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
 from torchx_monarch.backends.core.state import AppStatus, count_restarts, reduce
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.kubernetes import logs, request, snapshot
+from torchx_monarch.backends.kubernetes import request, snapshot
 from torchx_monarch.backends.kubernetes.request import with_credentials
 from torchx_monarch.backends.kubernetes.snapshot import AppObjects, Attempt, JobReport
 from torchx_monarch.model.host_result import HostResult
@@ -497,19 +494,6 @@ def test_a_snapshot_of_an_apps_objects() -> None:
 )
 def test_how_an_app_was_ended_is_noted(note: str, ending: Outcome | None) -> None:
     assert snapshot.assemble(stored(packed(), note), NOW).ending == ending
-
-
-def test_a_followed_log_ends_at_its_end_also_if_the_pod_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    def silent(path: str, **query: str) -> list[bytes]:
-        assert "follow" not in query, "the log of a pod that runs and prints nothing does not end"
-        return []
-
-    api = cast(Any, SimpleNamespace(server_time=NOW + 10.0, lines=silent))
-    monkeypatch.setattr(logs, "_POLL", 0.0)
-    until = datetime.fromtimestamp(NOW, timezone.utc)
-    pods = [run()]
-    query = LogQuery[Any](until=until, follow=True, has_ended=lambda: False)
-    assert list(logs.lines(api, "/pods", lambda: pods, query)) == []
 
 
 @pytest.mark.parametrize("record", ["", "no app", "eJyrrgUAAXUA+Q=="])

@@ -218,8 +218,7 @@ def lines(log_dir: str, query: LogQuery[Any], below: str | None = None, start: i
         passes = 0
         while True:
             # Check for the end before reading, so that text that was written just before the end is read, too.
-            is_past = time.time() > latest + 2 * RESOLUTION
-            last = not query.follow or is_past or (passes % _READS_PER_CHECK == 0 and query.has_ended())
+            last = not query.follow or (passes % _READS_PER_CHECK == 0 and query.has_ended())
             passes += 1
             index.refresh()
             if position is None and (found := index.offset_of(since)) is not None:

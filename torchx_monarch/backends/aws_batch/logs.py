@@ -40,7 +40,6 @@ def lines(aws: Aws, streams: Callable[[], list[tuple[str, str]]], query: LogQuer
         if not ended_at and (not query.follow or query.has_ended()):
             ended_at = time.monotonic()
         last = not query.follow or (ended_at > 0 and time.monotonic() >= ended_at + _DELAY)
-        last = last or (query.until is not None and time.time() > query.until.timestamp() + _DELAY)
         while at < len(found):
             before = token
             page, token = _page(aws, found[at], token, window, query.tail)

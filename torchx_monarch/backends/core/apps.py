@@ -90,7 +90,9 @@ class Apps(Generic[S]):
         follow: bool,
         stream: Stream | None,
     ) -> Iterable[str]:
-        """Return the log lines of one replica; arguments as for TorchX's ``Scheduler.log_iter``.
+        """Return the log lines of one replica; a log that is limited by ``until`` is not followed.
+
+        The arguments are those of TorchX's ``Scheduler.log_iter``.
 
         Raises:
             UserError: the app, role or replica does not exist, the regular expression is invalid, or the backend does
@@ -109,7 +111,7 @@ class Apps(Generic[S]):
             raise UserError(f"app {app_id} has no role {role!r}; its roles are {', '.join(sizes)}")
         if not 0 <= replica < sizes[role]:
             raise UserError(f"role {role} of app {app_id} has no replica {replica}; it has 0 to {sizes[role] - 1}")
-        follow = follow and not status.state.is_terminal
+        follow = follow and until is None and not status.state.is_terminal
         query = self._query(app_id, since=since, until=until, stream=stream.value if stream else "", follow=follow)
         return matching((line.text for line in self.backend.read_log(app, role, replica, query)), regex)
 

@@ -41,7 +41,7 @@ class LogQuery(Generic[S]):
         stream: ``stdout`` or ``stderr`` alone; empty for both together.
         tail: return at least the last ``tail`` of these lines, and the ones that follow; 0 for all of them. A backend
             may return more, or ignore it: it saves reading a long log.
-        follow: whether to wait for more lines until the app has ended.
+        follow: whether to wait for more lines until the app has ended; False with ``until``.
         latest: returns the app's current snapshot; None if the app was removed.
         has_ended: returns whether the app has ended or was removed.
     """

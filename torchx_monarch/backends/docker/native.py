@@ -206,7 +206,7 @@ def log_lines(container: Container, query: LogQuery[Any]) -> Iterator[TimedLine]
     streams = {"stdout": query.stream != "stderr", "stderr": query.stream != "stdout"}
     while True:
         # Ask before the read: output written just before the app's end is then read, too.
-        last = not query.follow or query.has_ended() or (stop is not None and time.time() > stop)
+        last = not query.follow or query.has_ended()
         options: dict[str, float] = {"since": start} if start > 0 else {}
         if stop is not None:
             options["until"] = stop

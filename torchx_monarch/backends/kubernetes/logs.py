@@ -15,9 +15,6 @@ from torchx_monarch.backends.kubernetes.snapshot import Attempt, KubernetesSnaps
 _POLL = 0.5
 """Seconds between two polls of a followed replica that has no running pod."""
 
-_CLOCK_STEP = 2 * 10**9
-"""Nanoseconds after which a time is certainly past by the server's clock, which it tells in whole seconds."""
-
 
 def lines(
     api: Api, path: str, attempts: Callable[[], Sequence[Attempt]], query: LogQuery[KubernetesSnapshot]
@@ -33,14 +30,12 @@ def lines(
     ended: set[str] = set()
     while True:
         # Ask before reading: every line written before the end is then still read.
-        is_past = until is not None and api.server_time * 1e9 > until + _CLOCK_STEP
-        final = not query.follow or query.has_ended() or is_past
+        final = not query.follow or query.has_ended()
         for attempt in attempts():
             if attempt.name in ended:
                 continue
             options = {"timestamps": "true", "container": attempt.container}
-            # The log of a silent pod that is followed would not end at `until`.
-            if query.follow and until is None and not final and attempt.is_running:
+            if not final and attempt.is_running:
                 options["follow"] = "true"
             if query.tail and attempt.name not in read:
                 options["tailLines"] = str(query.tail)

@@ -203,14 +203,13 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         while not has_ended or len(lines) == MAX_LINES:
             has_ended = not query.follow or query.has_ended()  # before the read: the last lines come before the end
             try:
-                answer, is_past = connection.ask("log", start=start, **fields)
+                answer = connection.ask("log", start=start, **fields)
             except SshError as error:
                 if has_ended or isinstance(error, RefusedOrderError):
                     raise
                 time.sleep(1.0)
                 continue
             fields["tail"] = 0  # said where to begin; what is written from now on is all shown
-            has_ended = has_ended or is_past
             lines = [TimedLine(*line) for line in answer]
             last = lines[-1].text if lines else ""
             # The beginning of a line is shown when it is whole, or a progress bar that ends in a whole character.

@@ -231,19 +231,18 @@ class OrderServer:
             folder.remove_ended(paths)
 
     def log(self, name: str, role: str, replica: int, start: int, **query: Any) -> Any:
-        """Return the next lines of a replica's log, at most ``MAX_LINES``, and whether ``until`` has passed.
+        """Return the next lines of a replica's log, at most ``MAX_LINES``.
 
         Args:
             start: where they begin, the ``end`` of a line that was read before; 0 for the first ones of the query.
             query: ``stream``, ``tail``, ``since`` and ``until`` of a ``LogQuery``; times in seconds since the epoch.
         """
         paths = paths_of(name)
-        is_past = query["until"] is not None and time.time() > query["until"] + 2 * log_files.RESOLUTION
         for limit in ("since", "until"):
             if query[limit] is not None:
                 query[limit] = datetime.fromtimestamp(query[limit], timezone.utc)
         lines = log_files.lines(paths.replica_logs(role, replica), LogQuery(**query), paths.trusted, start)
-        return list(itertools.islice(lines, MAX_LINES)), is_past
+        return list(itertools.islice(lines, MAX_LINES))
 
 
 def main() -> None:
