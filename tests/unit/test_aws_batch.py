@@ -156,7 +156,6 @@ def test_retries() -> None:
         ([role(max_retries=1, retry_policy=RetryPolicy.REPLICA)], "AWS Batch replaces no single node"),
         ([role(max_retries=10)], "max_retries is 10; AWS Batch starts a job again at most 9 times"),
         ([role("a", 1), role("a", 1)], "two roles of app 'app' are called 'a'"),
-        ([role(mounts=[DeviceMount("/dev/x", "/dev/x", "rx")])], "permissions 'rx' of /dev/x: r, w and m are known"),
     ],
 )
 def test_what_cannot_be_is_refused(roles: list[Role], words: str) -> None:

@@ -23,7 +23,6 @@ from torchx.specs import (
 )
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.slurm.backend import SlurmBackend
 from torchx_monarch.backends.slurm.batch_step import last_error
 from torchx_monarch.backends.slurm.request import SlurmRequest
@@ -85,12 +84,6 @@ def test_a_copied_workspace_is_the_folder_and_not_the_image(tmp_path: Path) -> N
     assert found.roles[0].image == "me/image"
 
 
-@pytest.mark.parametrize("name", ["a,b", "a:b"])
-def test_pyxis_refuses_a_folder_that_it_cannot_mount(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError, match=f"pyxis cannot mount {tmp_path}/{name}"):
-        request("me/image", container="pyxis", job_dir=str(tmp_path / name))
-
-
 def test_folders_are_mounted_before_what_is_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = (BindMount("/a", "/a/b/c/d"), BindMount("/b", "/a/"), BindMount("/c", "/z/y/x"))
     monkeypatch.chdir("/")
@@ -105,7 +98,6 @@ def test_folders_are_mounted_before_what_is_in_them(monkeypatch: pytest.MonkeyPa
         ("", None, "needs an image that has torchx-monarch, and it names none"),
         ("ghcr.io/pytorch/torchx:0.9", None, "TorchX's default image"),
         ("/nonexistent/x.sqsh", None, "there is no image /nonexistent/x.sqsh"),
-        ("me/image", BindMount("/a,b", "/c"), "paths must have neither ':' nor ','"),
         ("me/image", VolumeMount("v", "/c"), "another kind than bind and device"),
     ],
 )

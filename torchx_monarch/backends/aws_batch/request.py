@@ -179,7 +179,7 @@ def _container(role: Role, command: list[str], env: Mapping[str, str], cfg: AWSB
             "initProcessEnabled": True,
             # Data loaders need more than 64 MB of shared memory, the usual size in a container.
             "sharedMemorySize": role.resource.memMB,
-            "devices": [_device(role, mount) for mount in mounts if isinstance(mount, DeviceMount)],
+            "devices": [_device(mount) for mount in mounts if isinstance(mount, DeviceMount)],
         },
         "logConfiguration": {
             "logDriver": "awslogs",
@@ -194,12 +194,8 @@ def _container(role: Role, command: list[str], env: Mapping[str, str], cfg: AWSB
     }
 
 
-def _device(role: Role, mount: DeviceMount) -> dict[str, Any]:
-    if set(mount.permissions) - set(_PERMISSIONS):
-        raise UserError(
-            f"role {role.name!r}: permissions {mount.permissions!r} of {mount.src_path}: r, w and m are known"
-        )
-    permissions = [_PERMISSIONS[letter] for letter in mount.permissions]
+def _device(mount: DeviceMount) -> dict[str, Any]:
+    permissions = [_PERMISSIONS.get(letter, letter) for letter in mount.permissions]  # Batch refuses others
     return {"hostPath": mount.src_path, "containerPath": mount.dst_path, "permissions": permissions}
 
 

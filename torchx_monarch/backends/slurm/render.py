@@ -166,11 +166,11 @@ def _container(role: Role, cwd: str, job: str) -> dict[str, str]:
     The job's folder and the working directory are mounted under their own paths, so that every path of the request
     means the same inside and outside.
     """
-    mounts = {path: _bind(role, path, path) for path in (job, cwd) if path != "/"}
+    mounts = {path: f"{path}:{path}" for path in (job, cwd) if path != "/"}
     for mount in [*role.mounts, *get_device_mounts(role.resource.devices)]:
         if not isinstance(mount, (BindMount, DeviceMount)):
             raise UserError(f"role {role.name!r} has a mount of another kind than bind and device: {mount}")
-        bind = _bind(role, os.path.abspath(mount.src_path), mount.dst_path)
+        bind = f"{os.path.abspath(mount.src_path)}:{mount.dst_path}"
         mounts[mount.dst_path] = f"{bind}:ro" if isinstance(mount, BindMount) and mount.read_only else bind
     # Each folder before those inside of it, which it would hide.
     targets = sorted(mounts, key=lambda target: target.rstrip("/").count("/"))
@@ -179,14 +179,6 @@ def _container(role: Role, cwd: str, job: str) -> dict[str, str]:
         "container-mounts": ",".join(mounts[target] for target in targets),
         "container-workdir": cwd,
     }
-
-
-def _bind(role: Role, source: str, target: str) -> str:
-    if re.search("[:,]", source + target):
-        raise UserError(
-            f"role {role.name!r}: pyxis cannot mount {source} at {target}: paths must have neither ':' nor ','"
-        )
-    return f"{source}:{target}"
 
 
 def _is_default(image: str) -> bool:
