@@ -10,7 +10,6 @@ from torchx.specs import NONE, AppState
 from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.kubernetes.apps import NAME, Apps
-from tests.clusters.kubernetes.cluster import Cluster
 from tests.waits import until
 from torchx_monarch.model.role_spec import mark_sidecar
 
@@ -157,21 +156,3 @@ def test_what_is_refused_leaves_nothing(apps: Apps) -> None:
     with pytest.raises(ComponentValidationException, match="already exists"):
         apps.runner.schedule(info)
     apps.wait(handle, AppState.SUCCEEDED)  # it was not touched
-
-
-def test_an_old_server_is_told_from_a_new_one(apps: Apps, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tested past the proxy that adds the fields of newer servers."""
-    if cluster.foreign:
-        pytest.skip("TEST_KUBECONFIG names a cluster that is not ours to have an old server in it")
-    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig.with_name("direct.yaml")))
-    from torchx.runner import Runner
-
-    from torchx_monarch.schedulers import monarch_kubernetes
-
-    with Runner("torchx", {NAME: monarch_kubernetes}) as apps.runner:
-        for validated in (True, False):
-            with pytest.raises(ComponentValidationException, match="mode=job needs Kubernetes 1.29 or later"):
-                apps.run(apps.role("true"), validate_spec=validated)
-    assert apps.left() == []
-    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
-    apps.runner = Runner("torchx", {NAME: monarch_kubernetes})

@@ -27,9 +27,6 @@ from torchx_monarch.backends.kubernetes.request import (
 )
 from torchx_monarch.backends.kubernetes.snapshot import DEADLINE, AppObjects, Attempt, KubernetesSnapshot
 
-_NEEDED = ("completionMode", "backoffLimitPerIndex")
-"""Fields of a Job that a server older than 1.29 silently drops."""
-
 _log = logging.getLogger("torchx_monarch")
 
 
@@ -65,14 +62,8 @@ def submit(api: Api, app: KubernetesRequest, credentials: str) -> None:
 
 
 def create(api: Api, resource: Object, namespace: str, dry_run: bool = False) -> Object:
-    """Create an object, or have it checked alone; check that the server keeps the fields that this package needs."""
-    stored = api.create(collection(resource["apiVersion"], resource["kind"], namespace), resource, dry_run)
-    dropped = [key for key in _NEEDED if key in resource.get("spec", {}) and key not in stored.get("spec", {})]
-    if dropped:
-        raise KubernetesError(
-            f"the cluster does not know {' and '.join(dropped)} of a Job: mode=job needs Kubernetes 1.29 or later"
-        )
-    return stored
+    """Create an object, or have it checked alone."""
+    return api.create(collection(resource["apiVersion"], resource["kind"], namespace), resource, dry_run)
 
 
 def find(api: Api, namespace: str, name: str) -> AppObjects | None:
