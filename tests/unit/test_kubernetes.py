@@ -480,7 +480,7 @@ def test_a_snapshot_of_an_apps_objects() -> None:
     assert (found.app_id, found.name, found.grace, found.ending, found.native) == ("n:a", "My App", 7.0, None, None)
     assert [replica.state for replica in found.replicas] == [State.RUNNING, State.PENDING]
     assert found.replicas[0].hostname == "app-r-0.a.n.svc"
-    assert found.open_jobs == [job]
+    assert [role.is_open for role in found.roles] == [True]
     refused = snapshot.assemble(stored(packed(), jobs=[job]), NOW, {"u": "gets no pods: quota"})
     assert reduce(refused).message == "role main gets no pods: quota"
 

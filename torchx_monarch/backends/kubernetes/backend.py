@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Run apps on a Kubernetes cluster, with TorchX's pods and workspaces.
 
-The API server holds the whole state of an app, so any process on any machine can query and cancel it.
+The API server holds the whole state of an app, so any process on any machine can query and cancel it. Kubernetes ends
+pods by deleting them together with their logs. So ``stop`` deletes the Jobs with their pods orphaned, and the kubelet
+ends each pod by an ``activeDeadlineSeconds`` that has passed; the pod stays until the app is deleted.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from datetime import datetime, timezone
 
 from torchx.specs import AppDef
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
@@ -16,14 +22,26 @@ from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.kubernetes import logs, objects, options, request, snapshot
+from torchx_monarch.backends.core.timed_line import TimedLine, nanoseconds
+from torchx_monarch.backends.kubernetes import options, request, snapshot
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.kubernetes.render import render_job, render_volcano
-from torchx_monarch.backends.kubernetes.request import KubernetesRequest, collection
-from torchx_monarch.backends.kubernetes.snapshot import Attempt, KubernetesSnapshot
+from torchx_monarch.backends.kubernetes.request import (
+    LABEL_APP,
+    VOLCANO,
+    KubernetesRequest,
+    Object,
+    collection,
+    path_of,
+)
+from torchx_monarch.backends.kubernetes.snapshot import DEADLINE, AppObjects, Attempt, KubernetesSnapshot
 from torchx_monarch.model.check_result import CheckResult
+
+_LOG_POLL = 0.5
+"""Seconds between two polls of a followed replica that has no running pod."""
+
+_log = logging.getLogger("torchx_monarch")
 
 
 class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSnapshot]):
@@ -70,7 +88,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         }
         mode = options.mode
         if mode == "auto":
-            mode = "volcano" if objects.has_volcano(self._api) else "job"
+            mode = "volcano" if self._has_volcano() else "job"
         namespace = options.namespace
         if namespace is None:
             try:
@@ -80,21 +98,52 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         render = render_volcano if mode == "volcano" else render_job
         rendered = render(app, submitted.roles, options, namespace, record)
         for resource in rendered.objects if options.validate_spec else ():
-            objects.create(self._api, resource, namespace, dry_run=True)
+            self._create(resource, namespace, dry_run=True)
         return rendered
 
-    def submit(self, request: KubernetesRequest, submitted: SubmittedApp, credentials: str) -> str:
-        objects.submit(self._api, request, credentials)
-        return f"{request.namespace}:{request.app_id}"
+    def submit(self, app: KubernetesRequest, submitted: SubmittedApp, credentials: str) -> str:
+        """Create all objects of a request, of which the jobs own the others; remove them if one cannot be created."""
+        objects: list[Object] = []
+        jobs: list[Object] = []
+        try:
+            for resource in request.with_credentials(app.objects, credentials):
+                if jobs and resource["kind"] != "Job":
+                    resource = {**resource, "metadata": {**resource["metadata"], "ownerReferences": jobs}}
+                objects.append(resource)
+                try:
+                    stored = self._create(resource, app.namespace)
+                except KubernetesError as error:
+                    if 400 <= error.status < 500:
+                        objects.pop()  # it was not created, and an object of that name may belong to another app
+                    raise
+                if resource["kind"] == "Job":
+                    jobs.append(request.owner(stored))
+            # The record, created first, comes last: by it an app is found whose Secret has no owner yet.
+            for resource in reversed(objects):
+                if resource["kind"] != "Job" and "ownerReferences" not in resource["metadata"]:
+                    self._api.patch(path_of(resource, app.namespace), {"metadata": {"ownerReferences": jobs}})
+        except BaseException:
+            for resource in reversed(objects):
+                try:
+                    self._api.delete(path_of(resource, app.namespace))
+                except KubernetesError as error:
+                    name = f"{resource['kind'].lower()} {resource['metadata']['name']} --namespace {app.namespace}"
+                    _log.warning("not removed, to be done by `kubectl delete %s`: %s", name, error)
+            raise
+        return f"{app.namespace}:{app.app_id}"
+
+    def _create(self, resource: Object, namespace: str, dry_run: bool = False) -> Object:
+        path = collection(resource["apiVersion"], resource["kind"], namespace)
+        return self._api.create(path, resource, dry_run)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> KubernetesSnapshot | None:
         place = request.split(app_id)
-        found = objects.find(self._api, *place) if place else None
+        found = self._find(*place) if place else None
         if found is None:
             return None
-        refusals = {} if brief else objects.refusals(self._api, found)
+        refusals = {} if brief else self._refusals(found)
         return snapshot.assemble(found, self._api.server_time, refusals)
 
     def snapshots(self, options: Cfg) -> list[KubernetesSnapshot]:
@@ -102,23 +151,169 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
 
         TorchX lists all Volcano jobs of all users.
         """
-        found = objects.find_all(self._api, str(options.get("namespace") or self._api.namespace))
+        found = self._find_all(str(options.get("namespace") or self._api.namespace))
         return read_undamaged(found, lambda objects: snapshot.assemble(objects, self._api.server_time))
 
     def read_log(
         self, app: KubernetesSnapshot, role: str, replica: int, query: LogQuery[KubernetesSnapshot]
     ) -> Iterator[TimedLine]:
-        def attempts() -> Sequence[Attempt]:
-            latest = query.latest() if query.follow else None
-            return (latest or app).attempts[role, replica]
+        """Yield the lines. What does not exist or has not started has an empty log.
 
-        return logs.lines(self._api, collection("v1", "Pod", app.objects.namespace), attempts, query)
+        TorchX passes the server a number of seconds for ``since``, which is wrong for a time with a zone, refuses
+        ``until``, and stops following when the pod ends.
+        """
+        since = int(query.since.timestamp() * 10**6) * 1000 if query.since else 0
+        until = int(query.until.timestamp() * 10**6) * 1000 if query.until else None
+        path = collection("v1", "Pod", app.objects.namespace)
+        read: dict[str, int] = {}
+        ended: set[str] = set()
+        while True:
+            # Ask before reading: every line written before the end is then still read.
+            final = not query.follow or query.has_ended()
+            latest = query.latest() if query.follow else None
+            for attempt in (latest or app).attempts[role, replica]:
+                if attempt.name in ended:
+                    continue
+                options = {"timestamps": "true", "container": attempt.container}
+                if not final and attempt.is_running:
+                    options["follow"] = "true"
+                if query.tail and attempt.name not in read:
+                    options["tailLines"] = str(query.tail)
+                start = max(since, read.get(attempt.name, -1) + 1)
+                for stamp, text in self._lines_of_pod(f"{path}/{attempt.name}/log", start, options):
+                    if until is not None and stamp > until:
+                        return
+                    read[attempt.name] = stamp
+                    yield TimedLine(stamp / 1e9, text)
+                if not attempt.is_running:
+                    ended.add(attempt.name)
+            if final:
+                return
+            time.sleep(_LOG_POLL)
+
+    def _lines_of_pod(self, path: str, start: int, options: dict[str, str]) -> Iterator[tuple[int, str]]:
+        if start:  # the server accepts whole seconds only
+            options["sinceTime"] = datetime.fromtimestamp(start // 10**9, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        stamp = 0
+        try:
+            for line in self._api.lines(path, **options):
+                text = line.decode(errors="replace")
+                word, _, rest = text.partition(" ")
+                if moment := nanoseconds(word):  # else the continuation of a very long line, which has no timestamp
+                    stamp, text = moment, rest
+                if stamp >= start:
+                    yield stamp, text
+        except KubernetesError as error:
+            # 404: the pod no longer exists. 400: its container has not started.
+            if error.status not in (400, 404):
+                raise
+
+    def _find(self, namespace: str, name: str) -> AppObjects | None:
+        """Return the objects of an app; None if this scheduler has no app of this id."""
+        places = {"job": collection("v1", "Service", namespace), "volcano": collection(VOLCANO, "Job", namespace)}
+        for mode, record_path in places.items():
+            record = self._api.find(f"{record_path}/{name}")
+            if record is not None and _is_record(record):
+                selector = f"{LABEL_APP}={name}"
+                jobs = self._api.items(collection("batch/v1", "Job", namespace), selector) if mode == "job" else []
+                pods = self._api.items(collection("v1", "Pod", namespace), selector)
+                return AppObjects(mode, namespace, record, jobs, pods)
+        return None
+
+    def _find_all(self, namespace: str) -> list[AppObjects]:
+        """Return the objects of all apps of this scheduler in a namespace."""
+
+        def by_app(path: str) -> dict[str, list[Object]]:
+            found = defaultdict[str, list[Object]](list)
+            for resource in self._api.items(path, LABEL_APP):
+                found[resource["metadata"]["labels"][LABEL_APP]].append(resource)
+            return found
+
+        jobs, pods = by_app(collection("batch/v1", "Job", namespace)), by_app(collection("v1", "Pod", namespace))
+        records = [("job", service) for service in self._api.items(collection("v1", "Service", namespace), LABEL_APP)]
+        if self._has_volcano():
+            records += [("volcano", job) for job in self._api.items(collection(VOLCANO, "Job", namespace), LABEL_APP)]
+        apps = []
+        for mode, record in records:
+            if _is_record(record):
+                name = record["metadata"]["name"]
+                apps.append(AppObjects(mode, namespace, record, jobs[name], pods[name]))
+        return apps
+
+    def _has_volcano(self) -> bool:
+        return self._api.find(f"/apis/{VOLCANO}") is not None
+
+    def _refusals(self, app: AppObjects) -> dict[str, str]:
+        """Return why open Jobs without pods cannot get any, by the Jobs' uids. Only FailedCreate events tell it."""
+        with_pods = {owner["uid"] for pod in app.pods for owner in pod["metadata"].get("ownerReferences") or ()}
+        found = {}
+        for job in app.jobs:
+            uid, conditions = job["metadata"]["uid"], (job.get("status") or {}).get("conditions") or ()
+            has_ended = any(condition.get("status") == "True" for condition in conditions)
+            if uid in with_pods or has_ended or job["spec"].get("suspend"):
+                continue
+            selector = f"involvedObject.uid={uid},reason=FailedCreate"
+            try:
+                events = self._api.get(collection("v1", "Event", app.namespace), fieldSelector=selector)["items"]
+            except KubernetesError as error:
+                if error.status != 403:  # a user may have access to Jobs and not to events
+                    raise
+                return {}
+            if events:
+                last = max(events, key=lambda e: e.get("lastTimestamp") or e["metadata"]["creationTimestamp"])
+                found[uid] = f"gets no pods: {str(last.get('message', '')).removeprefix('Error creating: ')}"
+        return found
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def stop(self, app: KubernetesSnapshot, outcome: Outcome, grace: float | None) -> None:
-        """Give the pods their grace period, whatever ``grace`` is."""
-        objects.stop(self._api, app, outcome)
+        """Start to end the pods, with their own grace period, and write why into the record: the first counts."""
+        ending = app.ending or outcome
+        note = json.dumps({"state": ending.state.name, "msg": ending.message, "time": ending.time or time.time()})
+        metadata: Object = {"annotations": {request.ANNOTATION_ENDED: note}}
+        objects, record = app.objects, path_of(app.objects.record, app.objects.namespace)
+        if objects.mode == "volcano":
+            self._api.patch(record, {"metadata": metadata})
+            self._abort(record)
+            return
+        is_open = {str(index) for index, role in enumerate(app.roles) if role.is_open}
+        jobs = [job for job in objects.jobs if job["metadata"]["labels"].get(request.LABEL_ROLE) in is_open]
+        # Kubernetes would delete the record with the last of its owners, which are deleted below.
+        metadata["ownerReferences"] = [request.owner(job) for job in objects.jobs if job not in jobs] or None
+        self._api.patch(record, {"metadata": metadata})
+        for job in jobs:
+            self._api.delete(path_of(job, objects.namespace), "Orphan")
+        path = collection("v1", "Pod", objects.namespace)
+        for pod in self._api.items(path, f"{LABEL_APP}={objects.name}"):
+            attempt = Attempt(pod)
+            if attempt.is_running and not attempt.is_stopping:
+                if attempt.phase == "Pending":  # it has no log
+                    self._api.delete(f"{path}/{attempt.name}")
+                else:
+                    self._api.patch(f"{path}/{attempt.name}", {"spec": {"activeDeadlineSeconds": DEADLINE}})
+
+    def _abort(self, path: str) -> None:
+        """End a Volcano job as TorchX does, by setting its phase to Aborted."""
+        while (job := self._api.find(path)) is not None:
+            job.setdefault("status", {}).setdefault("state", {})["phase"] = "Aborted"
+            try:
+                self._api.replace_status(path, job)
+                return
+            except KubernetesError as error:
+                if error.status != 409:  # Volcano changed the job in between; TorchX gives up here
+                    raise
 
     def remove(self, app: KubernetesSnapshot) -> None:
-        objects.remove(self._api, app)
+        """Delete all objects of an app; running pods get their grace period."""
+        namespace, name = app.objects.namespace, app.objects.name
+        owners = [app.objects.record] if app.objects.mode == "volcano" else app.objects.jobs
+        for job in owners:
+            self._api.delete(path_of(job, namespace))
+        self._api.delete(collection("v1", "Pod", namespace), labelSelector=f"{LABEL_APP}={name}")
+        self._api.delete(f"{collection('v1', 'Secret', namespace)}/{name}")
+        if app.objects.mode == "job":  # last: while the record exists, the app is listed and can be deleted again
+            self._api.delete(path_of(app.objects.record, namespace))
+
+
+def _is_record(resource: Object) -> bool:
+    return request.ANNOTATION_APP in (resource["metadata"].get("annotations") or {})

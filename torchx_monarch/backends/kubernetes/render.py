@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Render the objects of an app. Both modes adapt TorchX's pods (``role_to_pod``) to hosts and run options alike.
 
-Mode ``job`` has an Indexed Job for each role, one headless Service and one Secret for the app. The Service gives each
-pod a DNS name that is known before the pod exists. It is also the app's record: its annotations hold the submitted app
-and whether this scheduler has ended it. All Jobs together own the Service and the Secret, so Kubernetes deletes these
-two when the last Job is deleted, with whatever tool. Mode ``volcano`` has the job that TorchX's scheduler makes for
-Volcano, with corrections, and a Secret that it owns. Volcano creates the Service.
+Mode ``job`` has an Indexed Job for each role, and a headless Service and a Secret, which all Jobs together own. The
+Service is the app's record: its annotations hold the app and how this scheduler has ended it. Mode ``volcano`` has the
+job that TorchX's scheduler makes for Volcano, with corrections, and a Secret that it owns; Volcano creates the Service.
 """
 
 from __future__ import annotations
@@ -86,7 +84,7 @@ def render_job(
     objects = [service, request.secret(metadata)]
     for index, (job, spec) in enumerate(zip(jobs, specs, strict=True)):
         objects.append(_job(job, index, spec, metadata["labels"], cfg, _template(app, index, spec.runs_hosts, context)))
-    return KubernetesRequest("job", namespace, app_id, objects)
+    return KubernetesRequest(namespace, app_id, objects)
 
 
 def _job(name: str, index: int, spec: RoleSpec, labels: Object, cfg: KubernetesOpts, template: Object) -> Object:
@@ -107,12 +105,7 @@ def _job(name: str, index: int, spec: RoleSpec, labels: Object, cfg: KubernetesO
 
 
 def _retries(spec: RoleSpec) -> Object:
-    """Return the fields of a Job that implement ``max_retries``: how often each index may fail before the Job fails.
-
-    One mapping serves all retry policies, because the hosts implement the policy. Under APPLICATION and ROLE every host
-    of the role exits with the result when one host is lost, and Kubernetes replaces each of their pods once: one
-    retry. Under REPLICA the other hosts go on, and Kubernetes replaces the lost pod alone.
-    """
+    """Return the fields of a Job that implement ``max_retries``, whatever the policy: hosts end together alone."""
     # A program exits with EX_CONFIG to ask for no restart. FailIndex, not FailJob: when a Job fails, Kubernetes
     # deletes its running pods, which have yet to report the cause.
     rules: list[Object] = [{"action": "FailIndex", "onExitCodes": {"operator": "In", "values": [os.EX_CONFIG]}}]
@@ -132,7 +125,6 @@ def _retries(spec: RoleSpec) -> Object:
 
 
 def _template(app: AppDef, index: int, runs_hosts: bool, context: _PodContext) -> Object:
-    """Return the pod template of a role, the same for all of its replicas."""
     role, cfg = app.roles[index], context.cfg
     values = macros.Values(img_root="", app_id=context.app_id, replica_id=_REPLICA, rank0_env=RANK0_HOST)
     applied: Role = values.apply(role)
@@ -191,7 +183,7 @@ def render_volcano(
     # The job first: it is the record, and the Secret belongs to it from its creation on. A node tries again
     # to start a container whose Secret does not exist yet.
     metadata = {"name": app_id, "labels": dict(job["metadata"]["labels"])}
-    return KubernetesRequest("volcano", namespace, app_id, [job, request.secret(metadata)])
+    return KubernetesRequest(namespace, app_id, [job, request.secret(metadata)])
 
 
 def _complete(pod: Object, role_index: int, runs_hosts: bool, context: _PodContext) -> None:

@@ -49,12 +49,10 @@ class KubernetesRequest:
     """The request for one app.
 
     Attributes:
-        mode: ``job`` or ``volcano``.
         app_id: the app's id without the namespace.
         objects: the objects in the order of their creation; the jobs own the others.
     """
 
-    mode: str
     namespace: str
     app_id: str
     objects: list[Object]

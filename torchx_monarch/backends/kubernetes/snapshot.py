@@ -76,12 +76,6 @@ class KubernetesSnapshot(AppSnapshot):
     objects: AppObjects
     attempts: Mapping[tuple[str, int], Sequence[Attempt]]
 
-    @property
-    def open_jobs(self) -> list[Object]:
-        """The Jobs that may still run pods."""
-        is_open = {str(index) for index, role in enumerate(self.roles) if role.is_open}
-        return [job for job in self.objects.jobs if job["metadata"]["labels"].get(LABEL_ROLE) in is_open]
-
 
 @dataclass(frozen=True)
 class JobReport:
@@ -285,7 +279,10 @@ class Attempt:
         self.address: str = (status.get("podIP") or "") if self.phase == "Running" else ""
         self.created = seconds(metadata["creationTimestamp"])
         self.started = seconds(status.get("startTime"))
-        self.ended = seconds(ended.get("finishedAt")) or (0.0 if self.is_running else _last_change(conditions))
+        self.ended = seconds(ended.get("finishedAt"))
+        if not self.ended and not self.is_running:  # without a container
+            changes = (seconds(condition.get("lastTransitionTime")) for condition in conditions.values())
+            self.ended = max(changes, default=0.0)
         self.exit_code: int | None = ended.get("exitCode")
         is_deleted = "deletionTimestamp" in metadata
         self.has_deadline = spec.get("activeDeadlineSeconds") == DEADLINE
@@ -303,11 +300,6 @@ class Attempt:
         place = f"on node {spec['nodeName']} " if spec.get("nodeName") else ""
         failure = place + (disruption or _failure(ended, main, _runs_host(main)))
         self.failure = failure if self.phase == "Failed" else ""
-
-
-def _last_change(conditions: Mapping[str, Object]) -> float:
-    """Return when a pod has ended that has no container: its conditions tell when they have changed."""
-    return max((seconds(condition.get("lastTransitionTime")) for condition in conditions.values()), default=0.0)
 
 
 def _section(parent: Object, name: str) -> Object:
@@ -331,7 +323,6 @@ def _waiting(conditions: Mapping[str, Object], waiting: Object, since: float) ->
 
 
 def _disruption(status: Object, conditions: Mapping[str, Object]) -> str:
-    """Return why Kubernetes itself has ended a pod; empty if it has not."""
     if status.get("reason"):  # Evicted, NodeLost, DeadlineExceeded, UnexpectedAdmissionError ...
         return f"was ended by its node ({_reason(status)})"
     if _holds(conditions, "DisruptionTarget"):
@@ -361,5 +352,4 @@ def _holds(conditions: Mapping[str, Object], kind: str) -> bool:
 
 
 def _reason(described: Mapping[str, Any]) -> str:
-    """Return the reason and message of a condition, a status or a waiting container."""
     return f"{described.get('reason', '')}: {described.get('message', '')}".strip(": ")
