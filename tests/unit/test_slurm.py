@@ -22,7 +22,7 @@ from torchx.specs import AppDef, InvalidRunConfigException, Resource, Role
 from tests.contract.place import tree
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob
-from torchx_monarch.backends.core import state_files, stop_request
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import BackendError, StateDirError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import reduce
@@ -279,7 +279,7 @@ def test_state_of_a_job(
     if record is not None:
         state_files.write_json(record_path(job), asdict(record))
     if cancelled:
-        stop_request.write(job, Outcome(State.CANCELLED, "cancelled"), None)
+        job.write_stop(Outcome(State.CANCELLED, "cancelled"), None)
     before = tree(state_files.state_dir())
     app = SlurmBackend().snapshot("7")
     assert app is not None
@@ -362,9 +362,9 @@ def test_a_job_that_is_queued_again_after_a_failure_runs(
     monkeypatch.setattr("torchx_monarch.backends.slurm.batch_step._run", lambda *_: None)
     write(job, State.FAILED, 3, "replica r/0 exited with code 3")
     batch_step._conclude()
-    stop_request.write(job, Outcome(State.FAILED, "replica r/0 exited with code 3"), None)  # a sibling ran on
+    job.write_stop(Outcome(State.FAILED, "replica r/0 exited with code 3"), None)  # a sibling ran on
     assert BatchStep(job, batch_step._request).run() == 0
-    assert stop_request.load_outcome(job) is None
+    assert job.load_ending() is None
 
 
 def test_a_group_whose_node_was_lost_has_failed_though_the_job_runs(

@@ -26,7 +26,7 @@ from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.batch import commands
 from torchx_monarch.backends.batch.folder import BatchRequest, BatchRole, JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob, has_ended, read_role
-from torchx_monarch.backends.core import state_files, stop_request, submitted_app
+from torchx_monarch.backends.core import state_files, submitted_app
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import (
     BackendError,
@@ -333,7 +333,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         """Return whether the files of an app say that it has ended, so that the queue need not be read."""
         stored = submitted_app.load(folder.app, folder.trusted)
         specs = stored.roles if stored else ()
-        ending = stop_request.load_outcome(folder)
+        ending = folder.load_ending()
         return all(has_ended(folder, spec.name, k, ending) for spec in specs for k in range(spec.replicas))
 
     def read(
@@ -345,7 +345,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
             return None
         stored = submitted_app.parse(content, folder.app)
         jobs = self.task_ids(stored.roles, content["jobs"])
-        ending = stop_request.load_outcome(folder)
+        ending = folder.load_ending()
         happened = [] if brief else events.read(folder.events, below=folder.trusted)[0]
         roles = [
             read_role(spec, folder, [_job(queued, task_id) for task_id in ids], ending, happened)
@@ -394,7 +394,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         """Ask the tasks to stop, which look for that every second; end jobs that wait, and all jobs without grace."""
         self._asked.pop(app.app_id, None)
         try:
-            stop_request.write(app.folder, outcome, grace)
+            app.folder.write_stop(outcome, grace)
         except OSError:  # a full disk: the tasks cannot be asked, so that the batch system must end them
             grace = 0
         ids, queued = self.task_ids([role.spec for role in app.roles], app.jobs), self.queued()

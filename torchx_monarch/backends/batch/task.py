@@ -19,7 +19,7 @@ from string import Template
 
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder, R, ReplicaFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob, read_role
-from torchx_monarch.backends.core import state_files, stop_request
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import count_restarts, reduce
 from torchx_monarch.backends.local import status
@@ -55,7 +55,7 @@ class _TaskLoop(SupervisorLoop):
     def _job_end(self, exit_code: int | None) -> JobEnd | None:
         """Return how the job has ended, if the records of all tasks decide that, and no other task has told it."""
         assert isinstance(self._paths, ReplicaFolder)
-        job, ending = self._paths.job, stop_request.load_outcome(self._paths.job)
+        job, ending = self._paths.job, self._paths.job.load_ending()
         specs = [role.spec for role in load_request(BatchRequest, job).roles]
         happened = events.read(job.events, below=job.trusted)[0]
         roles = [read_role(spec, job, [QueuedJob()] * spec.replicas, ending, happened) for spec in specs]
@@ -98,7 +98,7 @@ def main(folder: str, role: str, number: str) -> int:
         safe_files.make_reserve(paths.reserve, status.reserve_bytes(record))
     state_files.write_json(paths.status, asdict(record))
     hosts = _await_replica0_hosts(job, stored)
-    if int(role) == replica == 0 and stop_request.load(job) is None:
+    if int(role) == replica == 0 and job.load_stop() is None:
         events.append(job.events, "job_started", f"the app runs; its first replica is on {node}")
     (only,) = request.roles[0].replicas
     only.env = {**hosts, "MONARCH_EVENTS": job.events, **only.env}
@@ -107,7 +107,7 @@ def main(folder: str, role: str, number: str) -> int:
     for signum in (signal.SIGUSR1, signal.SIGUSR2):  # for the ranks, if a batch system signals all processes of a job
         signal.signal(signum, lambda *_: None)
     _TaskLoop(paths, request, record).run()
-    if record.state is State.CANCELLED and stop_request.load(job) is None:
+    if record.state is State.CANCELLED and job.load_stop() is None:
         record.hostname = ""  # preempted: the next start may be elsewhere
         state_files.write_json(paths.status, asdict(record))
     code = record.roles[0].replicas[0].exit_code
@@ -165,7 +165,7 @@ def _await_replica0_hosts(job: JobFolder, stored: BatchRequest) -> dict[str, str
     """
     names = {replica0_variable(index): role.spec.name for index, role in enumerate(stored.roles)}
     hosts = {variable: os.environ[variable] for variable in names if variable in os.environ}
-    while stop_request.load(job) is None:
+    while job.load_stop() is None:
         for variable in names.keys() - hosts.keys():
             record = job.replica(names[variable], 0).load_record()
             if record is not None and record.hostname:

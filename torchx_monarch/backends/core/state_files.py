@@ -13,9 +13,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import TypeVar
 
+from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.model import codec
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import one_line
@@ -104,6 +107,29 @@ class AppPaths:
             OSError: the folder does not exist, may not be entered, is a link or belongs to another user.
         """
         os.close(safe_files.open_folder(self.root, below=self.trusted))
+
+    def load_stop(self) -> Outcome | None:
+        """Read the request to end the app, cancel.json; return None if there is none.
+
+        The first outcome counts, and the shortest grace period. PENDING: the app goes back into a batch system's queue.
+        """
+        return load_undamaged(Outcome, self.cancel, self.trusted)
+
+    def load_ending(self) -> Outcome | None:
+        """Read how the app was asked to end; return None if it was not, or goes back into the queue."""
+        stop = self.load_stop()
+        return stop if stop and stop.state.is_terminal else None
+
+    def write_stop(self, outcome: Outcome, grace: float | None) -> None:
+        """Write the request to end the app; arguments as for ``Backend.stop``."""
+        asked = self.load_ending()
+        if asked is None:
+            asked = replace(outcome, time=outcome.time or time.time(), grace=grace)
+        elif grace is not None and (asked.grace is None or grace < asked.grace):
+            asked = replace(asked, grace=grace)
+        else:
+            return
+        write_json(self.cancel, asdict(asked), below=self.trusted)
 
     def replica_logs(self, role: str, replica: int) -> str:
         """Return the folder of one replica's logs."""

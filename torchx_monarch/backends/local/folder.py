@@ -11,7 +11,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from torchx_monarch.backends.core import state_files, stop_request
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.local import status
 from torchx_monarch.backends.local.request import load as load_request
@@ -41,7 +41,7 @@ def request_stop(paths: state_files.AppPaths, outcome: Outcome, grace: float | N
     owner = load_owner(paths)
     runs_here = owner is not None and processes.identity(owner.supervisor.pid) == owner.supervisor
     try:
-        stop_request.write(paths, outcome, grace)
+        paths.write_stop(outcome, grace)
     except OSError:  # a full disk, or a folder of that name: a supervisor of this machine ends the app nevertheless
         if not runs_here and is_supervised(paths):
             raise

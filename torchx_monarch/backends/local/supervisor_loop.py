@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import IO, ClassVar, cast
 
-from torchx_monarch.backends.core import state_files, stop_request
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
 from torchx_monarch.backends.core.state import MAX_HOST_DELAY, SETTLE, count_restarts, reduce
 from torchx_monarch.backends.local import folder, gpus, status
@@ -118,7 +118,7 @@ class SupervisorLoop:
         for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
             signal.signal(signum, signal.SIG_IGN)
         self._selector.register(wake, selectors.EVENT_READ, None)
-        if stop_request.load(self._paths) is not None:
+        if self._paths.load_stop() is not None:
             self._end(Outcome(State.CANCELLED, "cancelled before it started"), grace=0)
         elif self._request.gpus or self._request.slots:
             ticket = Ticket(self._request.job_id or self._record.app_id, self._request.gpus, self._request.slots)
@@ -188,7 +188,7 @@ class SupervisorLoop:
 
     def _check_folder(self) -> None:
         """End an app whose folder was removed, or whose cancellation was requested by a process that cannot signal."""
-        if stop_request.load(self._paths) is not None:
+        if self._paths.load_stop() is not None:
             self._on_cancel()
         elif self._outcome is None and self._is_removed():
             self._end(Outcome(State.CANCELLED, f"its folder {self._paths.root} was removed"))
@@ -372,7 +372,7 @@ class SupervisorLoop:
             stop(self._replicas, self._request.grace if grace is None else grace, self.at)
 
     def _on_cancel(self) -> None:
-        asked = stop_request.load(self._paths)
+        asked = self._paths.load_stop()
         grace = self._request.grace if asked is None or asked.grace is None else max(0.0, asked.grace)
         if grace <= 0:
             self._leftovers = iter(())
@@ -447,7 +447,7 @@ class SupervisorLoop:
         if self._request.roles[0].first:
             return None
         # Without one supervisor for all replicas, those that are left of a failed job are stopped on request.
-        asked = stop_request.load_outcome(self._paths) if record.state is State.CANCELLED else None
+        asked = self._paths.load_ending() if record.state is State.CANCELLED else None
         return JobEnd(
             *(self._request.job_id or record.app_id, record.name, asked.state if asked else record.state, record.msg),
             *(exit_code, record.started, record.ended or 0.0, folder.count_restarts(self._paths, record)),

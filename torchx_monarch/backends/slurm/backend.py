@@ -19,7 +19,7 @@ from torchx.workspace.dir_workspace import DirWorkspaceMixin
 from torchx_monarch.backends.batch.backend import BatchBackend, BatchSnapshot, Job
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob
-from torchx_monarch.backends.core import state_files, stop_request
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -156,7 +156,7 @@ def _outcome(job: QueuedJob | None, record: BatchRecord | None, folder: JobFolde
         return Outcome(job.state, job.reason) if job.state is State.PENDING else None
     if job.state is State.SUCCEEDED:
         return Outcome(State.SUCCEEDED)
-    ending = stop_request.load_outcome(folder)
+    ending = folder.load_ending()
     if ending is not None and ending.state is State.CANCELLED:
         return ending
     if job.reason:

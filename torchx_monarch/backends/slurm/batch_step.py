@@ -22,7 +22,7 @@ from typing import Any
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob, read_replica, read_role
 from torchx_monarch.backends.batch.task import APP_ID, load_request
-from torchx_monarch.backends.core import state_files, stop_request
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, count_restarts, reduce
 from torchx_monarch.backends.slurm.request import SlurmRequest
@@ -125,7 +125,7 @@ class BatchStep:
         with contextlib.suppress(OSError):  # a full disk
             safe_files.make_reserve(self._folder.reserve, _RESERVE)
         self._write()
-        if (stop := stop_request.load(self._folder)) is not None and stop.state is State.CANCELLED:
+        if (stop := self._folder.load_stop()) is not None and stop.state is State.CANCELLED:
             return self._conclude()  # the job was cancelled while Slurm requeued it
         if self._is_queued_again:  # the folder of a new job is clear, and may have a request to stop by now
             with contextlib.suppress(OSError):  # a full disk
@@ -197,7 +197,7 @@ class BatchStep:
     # -- decisions -----------------------------------------------------------------------------------------------------
 
     def _snapshot(self, happened: Sequence[events.Event] = ()) -> AppSnapshot:
-        ending = stop_request.load_outcome(self._folder)
+        ending = self._folder.load_ending()
         running = set(self._steps.values())
         roles = []
         for index, role in enumerate(self._request.roles):
@@ -218,7 +218,7 @@ class BatchStep:
         """Ask the tasks that are left to stop, some seconds after the app is decided."""
         if self._is_stopping:
             return
-        if (stop := stop_request.load(self._folder)) is not None:
+        if (stop := self._folder.load_stop()) is not None:
             grace = self._request.grace if stop.grace is None else stop.grace
             self._kill_at = min(self._kill_at, time.monotonic() + grace + _STOP_EXTRA)
             return
@@ -234,12 +234,12 @@ class BatchStep:
         message = outcome.message or str(outcome.state)
         self._event("stop", f"{message}; what still runs has {self._request.grace:g} s to end")
         with contextlib.suppress(OSError):
-            stop_request.write(self._folder, outcome, None)
+            self._folder.write_stop(outcome, None)
         self._kill_at = time.monotonic() + self._request.grace + _STOP_EXTRA
 
     def _conclude(self) -> int:
         """Record how the job has ended, or queue it again; return its exit code."""
-        status, stop = reduce(self._snapshot()), stop_request.load(self._folder)
+        status, stop = reduce(self._snapshot()), self._folder.load_stop()
         if status.outcome is not None and status.outcome.state is State.SUCCEEDED:
             return self._finish(State.SUCCEEDED, "", 0)
         if stop is not None and stop.state is State.CANCELLED:

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
-from torchx_monarch.backends.core import state_files, stop_request
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.timed_line import LogQuery
 from torchx_monarch.backends.local import folder, gpus, machine_queue
@@ -84,7 +84,7 @@ def _find(name: str, brief: bool = True) -> FoundReplica | None:
     place = state_files.load(Place, _place_file(paths), paths.trusted)
     record = folder.current_state(paths)
     ranks = 0 if brief else events.count_rank_restarts(paths.events, paths.trusted)
-    return FoundReplica(place, record, stop_request.load_outcome(paths), ranks) if place and record else None
+    return FoundReplica(place, record, paths.load_ending(), ranks) if place and record else None
 
 
 class Code(ContentStore):
