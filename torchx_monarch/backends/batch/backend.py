@@ -49,6 +49,7 @@ from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_files
 from torchx_monarch.system import safe_files
+from torchx_monarch.system.untrusted_text import one_line
 
 _QUEUE_INTERVAL = 5.0
 """Seconds between two questions to the batch system while waiting for an app to end: all users share it."""
@@ -343,7 +344,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         content = state_files.load(dict[str, Any], folder.app, folder.trusted)
         if content is None:
             return None
-        stored = submitted_app.parse(content, folder.app)
+        stored = SubmittedApp.from_json(content, one_line(folder.app))
         jobs = self.task_ids(stored.roles, content["jobs"])
         ending = folder.load_ending()
         happened = [] if brief else events.read(folder.events, below=folder.trusted)[0]

@@ -56,16 +56,20 @@ class SubmittedApp:
         return {"app": app, "roles": [asdict(role) for role in self.roles], "cfg": dict(self.cfg)}
 
     @classmethod
-    def from_json(cls, data: Any) -> SubmittedApp:
+    def from_json(cls, data: Any, source: str = "the stored app") -> SubmittedApp:
         """Build an app from the output of ``to_json``; ignore fields that this version of TorchX does not know.
 
         Raises:
-            ValueError: the data is no app.
+            DamagedFileError: the data is no app; ``source`` says in the message where it was.
         """
-        stored = codec.decode(_Stored, data)
-        app = _app_from_json(stored.app)
-        if [role.name for role in stored.roles] != [role.name for role in app.roles]:
-            raise ValueError("its roles have other names than their specs")
+        try:
+            stored = codec.decode(_Stored, data)
+            roles = [_role_from_json(role) for role in stored.app["roles"]]
+            app = AppDef(stored.app["name"], roles, stored.app.get("metadata", {}))
+            if [role.name for role in stored.roles] != [role.name for role in roles]:
+                raise ValueError("its roles have other names than their specs")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise state_files.DamagedFileError(f"{source} is damaged: {error!r}") from None
         return cls(app, stored.roles, stored.cfg)
 
     def pack(self) -> str:
@@ -81,30 +85,16 @@ class SubmittedApp:
     def unpack(cls, word: str, source: str = "the stored app") -> SubmittedApp:
         """Decode the output of ``pack``."""
         try:
-            return cls.from_json(safe_files.parse_json(zlib.decompress(base64.b64decode(word, validate=True))))
+            data = safe_files.parse_json(zlib.decompress(base64.b64decode(word, validate=True)))
         except (zlib.error, ValueError) as error:  # binascii.Error is a ValueError
             raise state_files.DamagedFileError(f"{source} is damaged: {error}") from None
+        return cls.from_json(data, source)
 
 
 def load(path: str, below: str | None = None) -> SubmittedApp | None:
     """Read app.json; return None if it does not exist; arguments and errors as for ``state_files.load``."""
     stored = state_files.load(dict[str, Any], path, below)
-    return None if stored is None else parse(stored, path)
-
-
-def parse(stored: dict[str, Any], path: str) -> SubmittedApp:
-    """Return the app that the content of app.json holds; ``path`` is for the error."""
-    try:
-        return SubmittedApp.from_json(stored)
-    except ValueError as error:
-        raise state_files.DamagedFileError(f"{one_line(path)} is damaged: {error}") from None
-
-
-def _app_from_json(data: Any) -> AppDef:
-    try:
-        return AppDef(data["name"], [_role_from_json(role) for role in data["roles"]], data.get("metadata", {}))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it holds no app: {error!r}") from None
+    return None if stored is None else SubmittedApp.from_json(stored, one_line(path))
 
 
 def _role_to_json(role: Role) -> dict[str, Any]:
