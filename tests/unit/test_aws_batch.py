@@ -151,7 +151,7 @@ def test_retries() -> None:
     [
         (
             [Role("a", "image", entrypoint="sh", args=["-c", "x"], resource=Resource(1, 0, 512)), role("b", 2)],
-            "role 'b' has 2 replicas that are to meet, and AWS Batch tells its nodes the address of the first role's",
+            "role 'b' has 2 replicas that are to meet, and AWS Batch tells them the address of the first role alone",
         ),
         ([role(max_retries=1, retry_policy=RetryPolicy.REPLICA)], "AWS Batch replaces no single node"),
         ([role(max_retries=10)], "max_retries is 10; AWS Batch starts a job again at most 9 times"),

@@ -9,6 +9,7 @@ import pytest
 from torchx.specs import AppDef, Role
 
 from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.backends.core.options import compiled
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.client.run import Collector
 from torchx_monarch.insight.log_lines import LineParser, LogLine, host_text, is_coloured, is_terminal
@@ -37,7 +38,7 @@ def app(*args: str, replicas: int = 1, roles: int = 1, env: dict[str, str] | Non
 
 def shown(snapshot: AppSnapshot, *pieces: str, stream: io.TextIOBase | None = None, regex: str = "") -> list[str]:
     display = LogDisplay(snapshot, "r0", stream or io.StringIO())  # type: ignore[arg-type]
-    return list(display.show(pieces, regex))
+    return list(display.show(pieces, compiled(regex)))
 
 
 def test_in_a_pipe_a_line_has_a_short_prefix_and_no_control_sequence() -> None:

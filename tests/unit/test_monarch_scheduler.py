@@ -21,7 +21,7 @@ from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 from torchx_monarch import schedulers
 from torchx_monarch.backends.core.errors import SubmitError, UserError
 from torchx_monarch.backends.core.options import MonarchOpts
-from torchx_monarch.schedulers import image_push, monarch_local, monarch_slurm
+from torchx_monarch.schedulers import monarch, monarch_local, monarch_slurm
 
 
 @pytest.fixture
@@ -165,31 +165,31 @@ class Builder(WorkspaceMixin[list[str]]):  # type: ignore[misc]
 
 def test_local_images_get_the_name_of_the_repository() -> None:
     named = built_app()
-    assert image_push.name_images(DockerWorkspaceMixin(), named, OPTIONS) == {LOCAL: ("registry/a", "abc")}
+    assert monarch.name_images(DockerWorkspaceMixin(), named, OPTIONS) == {LOCAL: ("registry/a", "abc")}
     assert [role.image for role in named.roles] == ["registry/a:abc", "python:3.11"]
-    assert image_push.name_images(DockerWorkspaceMixin(), named, OPTIONS) is None
+    assert monarch.name_images(DockerWorkspaceMixin(), named, OPTIONS) is None
 
 
 def test_a_builder_without_a_push_step_pushes_nothing() -> None:
     for workspace in (None, DirWorkspaceMixin()):
         named = built_app()
-        assert image_push.name_images(workspace, named, MonarchOpts()) is None
+        assert monarch.name_images(workspace, named, MonarchOpts()) is None
         assert named == built_app()
-        image_push.push(workspace, None)
+        monarch.push_images(workspace, None)
 
 
 def test_an_image_without_a_repository_is_refused() -> None:
     with pytest.raises(UserError, match=r"the image sha256:abc .* run option image_repo"):
-        image_push.name_images(DockerWorkspaceMixin(), built_app(), MonarchOpts())
+        monarch.name_images(DockerWorkspaceMixin(), built_app(), MonarchOpts())
 
 
 def test_images_are_pushed() -> None:
     builder = Builder()
-    image_push.push(builder, image_push.name_images(builder, built_app(), OPTIONS))
+    monarch.push_images(builder, monarch.name_images(builder, built_app(), OPTIONS))
     assert builder.pushed == [LOCAL, "python:3.11"]
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("denied"), OSError("no daemon")])
 def test_a_refused_push_is_an_error_of_the_submission(failure: Exception) -> None:
     with pytest.raises(SubmitError, match="the image with the workspace cannot be pushed: "):
-        image_push.push(Builder(failure), [LOCAL])
+        monarch.push_images(Builder(failure), [LOCAL])

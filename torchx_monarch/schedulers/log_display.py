@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TextIO
 
-from torchx_monarch.backends.core.options import matching
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.command.command import Streams
 from torchx_monarch.command.rewrite import rank_command
@@ -39,22 +38,18 @@ class LogDisplay:
             return None
         return cls(app, role, sys.stdout if command == "log" else sys.stderr)
 
-    def show(self, pieces: Iterable[str], regex: str | None) -> Iterator[str]:
-        """Return the lines to show: if there is a regular expression, those that it matches without their colours."""
-        matching((), regex)
-        return self._shown(pieces, re.compile(regex) if regex else None)
-
-    def _shown(self, pieces: Iterable[str], wanted: re.Pattern[str] | None) -> Iterator[str]:
+    def show(self, pieces: Iterable[str], wanted: re.Pattern[str]) -> Iterator[str]:
+        """Yield the lines to show: those that a regular expression matches without their colours."""
         if not self._is_terminal:
             states = LastStates(self._parser)
             found = itertools.chain((line for piece in pieces for line in states.feed(piece)), states.rest())
             texts = (line.plain() for _, line in found)
-            yield from (text for text in texts if wanted is None or wanted.search(text))
+            yield from filter(wanted.search, texts)
             return
         goes_on = False
         for piece in pieces:
             line = LogLine(piece) if goes_on else self._parser.parse(piece)
-            if wanted is None or wanted.search(line.plain()):
+            if wanted.search(line.plain()):
                 yield line.on_terminal(self._is_coloured)
             goes_on = not piece.endswith("\n")
 

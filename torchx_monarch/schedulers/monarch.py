@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import random
 from collections.abc import Iterable, Mapping
@@ -19,8 +18,8 @@ from torchx.workspace import WorkspaceMixin
 from torchx_monarch.backends.core import stored_apps
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.backend import Backend
-from torchx_monarch.backends.core.errors import BackendError, UserError
-from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, check_images, check_names
+from torchx_monarch.backends.core.errors import BackendError, SubmitError, UserError
+from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, check_images, check_names, compiled
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.command.command import CommandError
 from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rank_command, rewrite
@@ -28,7 +27,7 @@ from torchx_monarch.insight import events
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.host_spec import HostSpec, parse_exit_codes, parse_ports, wrong_values
 from torchx_monarch.model.role_spec import RoleMetadataError
-from torchx_monarch.schedulers import NAMES, command, image_push, no_scheduler
+from torchx_monarch.schedulers import NAMES, command, no_scheduler
 from torchx_monarch.schedulers.command import keep_threads_quiet, subcommand
 from torchx_monarch.schedulers.description import describe, shorten, summarize
 from torchx_monarch.schedulers.foreground import Foreground
@@ -48,6 +47,10 @@ _FIRST_SOCKET = "unix:@MONARCH_RUN_DIR/0.sock"
 """Where replica 0 of the first role listens on backends of one machine: in a folder that only the hosts know."""
 
 
+_LOCAL_IMAGE = "sha256:"
+"""The beginning of the name of an image that is on this machine alone (``DockerWorkspaceMixin``)."""
+
+
 class InvalidCommandError(UserError):
     """Raised when a role's command cannot run on Monarch hosts; the message gives the reason."""
 
@@ -56,12 +59,8 @@ class WorkspaceError(BackendError):
     """Raised when a workspace cannot be packed, or no image can be built with it; the message gives the reason."""
 
 
-def _wrong_option(name: str, value: object, wrong: str, cfg: Cfg) -> InvalidRunConfigException:
-    return InvalidRunConfigException(f"Run option `{name}` is {value}{wrong}", name, cfg)
-
-
 class _DryRun(AppDryRunInfo[Any, Cfg]):  # type: ignore[misc]
-    """A dry run's result: the backend's request, and the images to push (``image_push.name_images``)."""
+    """A dry run's result: the backend's request, and the images to push (``name_images``)."""
 
     def __init__(self, request: Any, backend: Backend[Any, Any, Any], submitted: SubmittedApp, images: Any) -> None:
         super().__init__(request, backend.show)
@@ -91,7 +90,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         """Convert run options, with defaults filled in, to the backend's type and check them."""
         options: MonarchOpts = self.inner.options.from_cfg(cfg)
         for name, allowed in wrong_values(options):
-            raise _wrong_option(name, options[name], f"; it is {allowed}", cfg)
+            reason = f"Run option `{name}` is {options[name]}; it is {allowed}"
+            raise InvalidRunConfigException(reason, name, cfg)
         self.inner.check_options(options)
         return options
 
@@ -107,7 +107,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def _submit_dryrun(self, app: AppDef, cfg: Cfg) -> AppDryRunInfo[Any, Cfg]:
         options = self._options(cfg)
-        images = image_push.name_images(self.inner.workspace, app, options)
+        images = name_images(self.inner.workspace, app, options)
         rewritten = self._rewrite(app, options, cfg)
         if self.inner.capabilities.limits_resources:
             _warn_of_few_resources(app)
@@ -132,39 +132,35 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         python = "python" if self.inner.runs_images(options) else self._python
         preload = [] if options.preload == "none" else options.preload.replace("+", ",").split(",")
         parsed: dict[str, Any] = {"preload": tuple(filter(None, preload))}
-        try:
-            parsed["retry_on"] = parse_exit_codes(options.retry_on)
-        except ValueError as error:
-            raise _wrong_option("retry_on", options.retry_on, f": {error}", cfg) from None
         network = options if isinstance(options, NetworkOpts) else None
-        if network is not None:
-            try:
-                parsed["ports"] = parse_ports(network.ports) if network.ports else None
-            except ValueError as error:
-                raise InvalidRunConfigException(f"Run option `ports`: {error}", "ports", cfg) from None
+        for name, parse in (("retry_on", parse_exit_codes), ("ports", parse_ports)):
+            if value := getattr(options, name, ""):
+                try:
+                    parsed[name] = parse(value)
+                except ValueError as error:
+                    raise InvalidRunConfigException(f"Run option `{name}` is {value}: {error}", name, cfg) from None
         # The other options that hosts have too have the same names and values.
         given = {field.name for field in dataclasses.fields(MonarchOpts if network is None else NetworkOpts)}
-        shared = given & {field.name for field in dataclasses.fields(HostSpec)} - parsed.keys()
+        shared = given & {field.name for field in dataclasses.fields(HostSpec)} - {"preload", "retry_on", "ports"}
         spec = HostSpec(**{name: getattr(options, name) for name in shared}, **parsed)
-        supervised = self.inner.capabilities.supervises
-        if network is None:
-            application = _FIRST_SOCKET if self.inner.capabilities.separates_roles else ""
-            return WrapOptions(python, spec, application=application, supervised=supervised)
-        port = network.rendezvous_port or random.choice(_PORTS_DRAWN)
-        highest = 65536 - max(1, len(app.roles))  # each role takes the port after that of the role before
-        if not 0 < port <= highest:
-            raise _wrong_option("rendezvous_port", port, f"; it is a port, 1 to {highest}, or 0 to draw one", cfg)
-        scheme = "insecure-tcp" if network.insecure_plain_tcp else "tls"
-        # The replicas 0 of two roles may run on one machine.
-        rendezvous = {
-            role.name: f"{scheme}:{self.inner.replica0_host(app, index)}:{port + index}"
-            for index, role in enumerate(app.roles)
-        }
-        capabilities = self.inner.capabilities
-        if not capabilities.separates_roles:
-            return WrapOptions(python, spec, rendezvous, supervised=supervised)
-        main = rendezvous[app.roles[0].name] if app.roles else ""
-        return WrapOptions(python, spec, rendezvous, main, capabilities.restarts_apps_only, supervised)
+        capabilities, rendezvous, main = self.inner.capabilities, dict[str, str](), _FIRST_SOCKET
+        if network is not None:
+            port = network.rendezvous_port or random.choice(_PORTS_DRAWN)
+            highest = 65536 - max(1, len(app.roles))  # each role takes the port after that of the role before
+            if not 0 < port <= highest:
+                reason = f"Run option `rendezvous_port` is {port}; it is a port, 1 to {highest}, or 0 to draw one"
+                raise InvalidRunConfigException(reason, "rendezvous_port", cfg)
+            scheme = "insecure-tcp" if network.insecure_plain_tcp else "tls"
+            # The replicas 0 of two roles may run on one machine.
+            rendezvous = {
+                role.name: f"{scheme}:{self.inner.replica0_host(app, index)}:{port + index}"
+                for index, role in enumerate(app.roles)
+            }
+            main = rendezvous[app.roles[0].name] if app.roles else ""
+        application = main if capabilities.separates_roles else ""
+        return WrapOptions(
+            python, spec, rendezvous, application, capabilities.restarts_apps_only, capabilities.supervises
+        )
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any, Cfg]) -> str:
         """Submit the result of a dry run, including changes made to its request since, and return the app's id."""
@@ -178,7 +174,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
                 for_hosts, for_client = credentials.create()
                 hosts, client = for_hosts.to_text(), for_client.to_text()
-            image_push.push(self.inner.workspace, dryrun_info.images)
+            push_images(self.inner.workspace, dryrun_info.images)
             app_id = self.inner.submit(dryrun_info.request, submitted, hosts)
             self.apps.own(app_id)
             on_submitted(app_id)
@@ -248,13 +244,12 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         """Return the log lines of one replica; of both streams if ``streams`` is None."""
         found = self.apps.recent(app_id)
         display = LogDisplay.for_command(found[0], role_name) if found is not None else None
-        lines = functools.partial(
-            self.apps.lines, app_id, role_name, k, since=since, until=until, follow=should_tail, stream=streams
-        )
+        lines = self.apps.lines(app_id, role_name, k, since=since, until=until, follow=should_tail, stream=streams)
+        wanted = compiled(regex)
         if display is None:
-            return lines(regex=regex)
+            return filter(wanted.search, lines)
         raise_file_limit()  # the command reads the logs of all replicas at once
-        return display.show(lines(regex=None), regex)
+        return display.show(lines, wanted)
 
     def _cancel_existing(self, app_id: str) -> None:
         self.apps.cancel_and_wait(app_id)
@@ -281,7 +276,7 @@ class MonarchWorkspaceScheduler(WorkspaceMixin[Any], MonarchScheduler):  # type:
     def build_workspaces(self, roles: list[Role], cfg: Cfg) -> None:
         """Build the workspaces through the backend, but no image for a dry run, which may lack Docker."""
         assert self.inner.workspace is not None
-        if image_push.makes_images(self.inner.workspace) and getattr(command.run_options, "dryrun", False):
+        if makes_images(self.inner.workspace) and getattr(command.run_options, "dryrun", False):
             if any(role.workspace for role in roles):
                 _log.warning("a dry run does not make the workspace part of the image; a submission does")
             return
@@ -324,6 +319,43 @@ def registered_scheduler(name: str) -> MonarchScheduler:
     return scheduler
 
 
+def makes_images(workspace: WorkspaceMixin[Any]) -> bool:
+    """Return whether a workspace builder makes images, which are pushed, rather than folders: as TorchX tells it."""
+    return type(workspace).dryrun_push_images is not WorkspaceMixin.dryrun_push_images
+
+
+def name_images(workspace: WorkspaceMixin[Any] | None, app: AppDef, options: MonarchOpts) -> Any:
+    """Write the names under which images will be pushed into an app.
+
+    Args:
+        workspace: the backend's builder of workspaces; None without one.
+
+    Returns:
+        What ``push`` needs; None if there is nothing to push.
+    """
+    if workspace is None or not makes_images(workspace):
+        return None
+    local = next((role.image for role in app.roles if role.image.startswith(_LOCAL_IMAGE)), None)
+    if local is not None and not options.get("image_repo"):
+        raise UserError(
+            f"the image {local} is on this machine alone, where a workspace was built into it: name a repository to "
+            "push it to in the run option image_repo, or submit without a workspace (--workspace '')"
+        )
+    return workspace.dryrun_push_images(app, options) or None
+
+
+def push_images(workspace: WorkspaceMixin[Any] | None, images: Any) -> None:
+    """Push images, of which ``name_images`` has returned what this needs."""
+    if workspace is None or images is None:
+        return
+    from docker.errors import DockerException
+
+    try:
+        workspace.push_images(images)
+    except (DockerException, OSError, RuntimeError) as error:  # TorchX raises RuntimeError for a refused push
+        raise SubmitError(f"the image with the workspace cannot be pushed: {error}") from error
+
+
 def _warn_of_few_resources(app: AppDef) -> None:
     """Warn of roles whose hosts start more ranks than they ask for GPUs, or for CPUs if they ask for no GPU."""
     for role in app.roles:
@@ -331,15 +363,6 @@ def _warn_of_few_resources(app: AppDef) -> None:
         ranks = found.ranks_per_host if found is not None else None
         gpus, cpus = max(0, role.resource.gpu), max(0.0, role.resource.cpu)
         if ranks is not None and 0 < (gpus or cpus) < ranks:
-            asked = (
-                f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"{cpus:g} CPU{'s' if cpus > 1 else ''} and no GPU"
-            )
-            _log.warning(
-                "role %s starts %d ranks on each host, which asks for %s. Give --gpu %d, or --cpu %d for ranks without "
-                "GPUs, and --memMB",
-                role.name,
-                ranks,
-                asked,
-                ranks,
-                ranks,
-            )
+            asked = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else f"{cpus:g} CPU{'s' * (cpus > 1)} and no GPU"
+            give = f"Give --gpu {ranks}, or --cpu {ranks} for ranks without GPUs, and --memMB"
+            _log.warning("role %s starts %d ranks on each host, which asks for %s. %s", role.name, ranks, asked, give)

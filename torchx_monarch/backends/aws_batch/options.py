@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torchx.specs import AppDef
 
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.backends.core.options import NetworkOpts
+from torchx_monarch.backends.core.options import NetworkOpts, check_meeting
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
 
 
@@ -83,26 +83,14 @@ def check_app(app: AppDef, roles: Sequence[RoleSpec], options: AWSBatchOpts) -> 
     replicas = sum(role.replicas for role in roles)
     if options.job_type == "container" and replicas != 1:
         raise UserError(f"run option job_type is container, which is for one replica; app {app.name!r} has {replicas}")
+    check_meeting(roles, "AWS Batch")
     for role in roles:
         if role.spares:
             raise UserError(
                 f"role {role.name!r} has spare hosts, and a job of AWS Batch ends when it loses a node: leave them out"
             )
-        if role.runs_hosts and role.replicas > 1:
-            _check_hosts(role, roles[0])
-
-
-def _check_hosts(role: RoleSpec, main: RoleSpec) -> None:
-    """Check that the hosts of a role can meet, and that Batch can implement its retry policy."""
-    if not main.runs_hosts:
-        raise UserError(
-            f"role {role.name!r} has {role.replicas} replicas that are to meet, and AWS Batch tells its nodes the "
-            f"address of the first role's replica 0 alone, where no host of ours would run that knows of theirs: role "
-            f"{main.name!r} has no torchrun or Python command. Make {role.name!r} the first role, or submit it as an "
-            "app of its own"
-        )
-    if role.max_retries and role.retry_policy is RetryPolicy.REPLICA:
-        raise UserError(
-            f"role {role.name!r} has RetryPolicy.REPLICA, and AWS Batch replaces no single node: it starts a job again "
-            "as a whole (RetryPolicy.APPLICATION)"
-        )
+        if role.runs_hosts and role.replicas > 1 and role.max_retries and role.retry_policy is RetryPolicy.REPLICA:
+            raise UserError(
+                f"role {role.name!r} has RetryPolicy.REPLICA, and AWS Batch replaces no single node: it starts a job "
+                "again as a whole (RetryPolicy.APPLICATION)"
+            )

@@ -15,7 +15,6 @@ from torchx.schedulers.api import Stream
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.backend import Backend, Cfg, LogQuery
 from torchx_monarch.backends.core.errors import BackendError, UserError
-from torchx_monarch.backends.core.options import matching
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, AppStatus, reduce
 from torchx_monarch.backends.core.timed_line import TimedLine
@@ -84,7 +83,6 @@ class Apps(Generic[S]):
         role: str,
         replica: int,
         *,
-        regex: str | None,
         since: datetime | None,
         until: datetime | None,
         follow: bool,
@@ -95,8 +93,7 @@ class Apps(Generic[S]):
         The arguments are those of TorchX's ``Scheduler.log_iter``.
 
         Raises:
-            UserError: the app, role or replica does not exist, the regular expression is invalid, or the backend does
-                not keep the streams apart.
+            UserError: the app, role or replica does not exist, or the backend does not keep the streams apart.
         """
         stream = None if stream is Stream.COMBINED else stream
         if stream is not None and not self.backend.capabilities.separate_streams:
@@ -113,7 +110,7 @@ class Apps(Generic[S]):
             raise UserError(f"role {role} of app {app_id} has no replica {replica}; it has 0 to {sizes[role] - 1}")
         follow = follow and until is None and not status.state.is_terminal
         query = self._query(app_id, since=since, until=until, stream=stream.value if stream else "", follow=follow)
-        return matching((line.text for line in self.backend.read_log(app, role, replica, query)), regex)
+        return (line.text for line in self.backend.read_log(app, role, replica, query))
 
     def replica_log(
         self, app: S, role: str, replica: int, *, since: datetime | None = None, tail: int = 0, follow: bool = False
@@ -217,5 +214,4 @@ class Apps(Generic[S]):
 
 
 def _end_timeout(app: AppSnapshot) -> float:
-    """Return the seconds that an app may take to end when it was asked to stop."""
     return app.grace + HOST_EXTRA + _END_EXTRA

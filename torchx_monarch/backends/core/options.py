@@ -6,12 +6,13 @@ from __future__ import annotations
 import copy
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torchx
-from torchx.schedulers.api import StructuredOpts, filter_regex
+from torchx.schedulers.api import StructuredOpts
 from torchx.specs import AppDef, runopts
 
 from torchx_monarch.backends.core.errors import UserError
@@ -140,16 +141,9 @@ def run_options(kind: type[MonarchOpts]) -> runopts:
 
 
 def check_names(app: AppDef) -> None:
-    """Check that no two roles of an app have the same name: status and logs identify a role by its name.
-
-    TorchX would treat them as one role.
-
-    Raises:
-        UserError: two roles have the same name.
-    """
-    names = [role.name for role in app.roles]
-    for name in names:
-        if names.count(name) > 1:
+    """Check that no two roles have the same name, by which status and logs identify them; raise UserError if two do."""
+    for name, count in Counter(role.name for role in app.roles).items():
+        if count > 1:
             raise UserError(f"two roles of app {app.name!r} are called {name!r}; each role needs a name of its own")
 
 
@@ -164,7 +158,7 @@ def check_images(app: AppDef, specs: Sequence[RoleSpec]) -> None:
             continue
         if not role.image:
             reason = "it names none"
-        elif role.image.partition(":")[0] == torchx.IMAGE.partition(":")[0]:
+        elif is_default_image(role.image):
             reason = f"TorchX's default image, {role.image}, has not"
         else:
             continue
@@ -175,16 +169,26 @@ def check_images(app: AppDef, specs: Sequence[RoleSpec]) -> None:
         )
 
 
-def matching(lines: Iterable[str], regex: str | None) -> Iterable[str]:
-    """Return the lines in which a regular expression matches; all of them if it is empty or None.
+def check_meeting(roles: Sequence[RoleSpec], system: str) -> None:
+    """Check that all hosts can meet where ``system`` tells replicas the address of the first role's replica 0 alone."""
+    main, *others = roles
+    for role in others if not main.runs_hosts else ():
+        if role.runs_hosts and role.replicas > 1:
+            raise UserError(
+                f"role {role.name!r} has {role.replicas} replicas that are to meet, and {system} tells them the "
+                f"address of the first role alone: role {main.name!r}, which has no torchrun or Python command. Make "
+                f"{role.name!r} the first role, or submit it as an app of its own"
+            )
 
-    Raises:
-        UserError: it is not a valid regular expression.
-    """
-    if not regex:
-        return lines
+
+def is_default_image(image: str) -> bool:
+    """Return whether an image is the default one of TorchX's components, of whatever version."""
+    return image.partition(":")[0] == str(torchx.IMAGE).partition(":")[0]
+
+
+def compiled(regex: str | None) -> re.Pattern[str]:
+    """Compile a regular expression, by default one that matches everywhere; raise UserError if it is not valid."""
     try:
-        found: Iterable[str] = filter_regex(regex, lines)
+        return re.compile(regex or "")
     except re.error as error:
         raise UserError(f"{regex!r} is no regular expression: {error}") from error
-    return found

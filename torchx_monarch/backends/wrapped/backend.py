@@ -28,7 +28,7 @@ from torchx.workspace import WorkspaceMixin
 from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
 from torchx_monarch.backends.core.errors import BackendError, SubmitError, UserError
-from torchx_monarch.backends.core.options import NetworkOpts, run_options
+from torchx_monarch.backends.core.options import NetworkOpts, check_meeting, run_options
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -132,14 +132,7 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
         return "@" if role else f"@{macros.rank0_env}"
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: NetworkOpts) -> WrappedRequest:
-        main, *others = submitted.roles
-        for role in others if not main.runs_hosts else ():
-            if role.runs_hosts and role.replicas > 1:
-                raise UserError(
-                    f"role {role.name!r} has {role.replicas} replicas that are to meet, and TorchX tells them the host "
-                    f"of the first role alone: role {main.name!r}, which has no torchrun or Python command. Make "
-                    f"{role.name!r} the first role, or submit it as an app of its own"
-                )
+        check_meeting(submitted.roles, "TorchX")
         cfg = {name: options[name] for name, _ in self.inner.run_opts() if name in options}
         with self._asking("run the app"):
             torchx_api.validate(self.inner, app, cfg)
@@ -265,7 +258,6 @@ def _log_lines(inner: Scheduler[Any], app_id: str, role: str, replica: int, quer
 
 
 def _together(sources: Sequence[Iterable[str]]) -> Iterator[str]:
-    """Yield the lines of several followed logs as they come."""
     found: queue.SimpleQueue[str | Exception | None] = queue.SimpleQueue()
 
     def read(source: Iterable[str]) -> None:
