@@ -28,8 +28,7 @@ from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
-from torchx_monarch.backends.slurm import commands
-from torchx_monarch.backends.slurm.backend import SlurmBackend
+from torchx_monarch.backends.slurm.backend import SlurmBackend, parse_jobs
 from torchx_monarch.backends.slurm.batch_step import BatchRecord, BatchStep, load_record, record_path
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.components import ft
@@ -191,10 +190,10 @@ def test_ctrl_c_while_sbatch_answers_leaves_nothing(
 def test_submitting_within_a_job_does_not_inherit_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_CONF": "/c", "MONARCH_CREDENTIALS": "x", "HOME": "/h"}
     monkeypatch.setattr(os, "environ", inside)
-    assert commands.environ() == {"SLURM_CONF": "/c", "HOME": "/h"}
+    assert SlurmBackend().environ() == {"SLURM_CONF": "/c", "HOME": "/h"}
     outside = {"SLURM_TIME_FORMAT": "relative", "HOME": "/h"}
     monkeypatch.setattr(os, "environ", {**outside, "SBATCH_ARRAY_INX": "0-9"})
-    assert commands.environ() == outside
+    assert SlurmBackend().environ() == outside
 
 
 def test_answers_of_squeue_and_sacct_are_read_and_each_job_is_there_once() -> None:
@@ -202,7 +201,7 @@ def test_answers_of_squeue_and_sacct_are_read_and_each_job_is_there_once() -> No
         "17|PENDING|Resources\n15+0|RUNNING|None\n15+1|RUNNING|None\n"
         "8_[3-5%2]|PENDING|None\n8_2|RUNNING|None\n3|CANCELLED by 0\n7+0|FAILED\n7+1|COMPLETED\n"
     )
-    jobs = commands.parse_jobs(text)
+    jobs = parse_jobs(text)
     assert jobs == {
         "17": QueuedJob(State.PENDING, "PENDING: waits for Resources"),
         "15": QueuedJob(State.RUNNING),
@@ -273,8 +272,8 @@ def test_state_of_a_job(
     words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(commands, "listed_jobs", lambda: commands.parse_jobs(f"7|{said}|{reason}" if said else ""))
-    monkeypatch.setattr(commands, "accounted_jobs", lambda *_: {})
+    monkeypatch.setattr(SlurmBackend, "queued", lambda _: parse_jobs(f"7|{said}|{reason}" if said else ""))
+    monkeypatch.setenv("PATH", "")  # no sacct
     write(job, State.RUNNING)
     if record is not None:
         state_files.write_json(record_path(job), asdict(record))
@@ -295,15 +294,15 @@ def test_folders_of_jobs_that_ended_long_ago_are_removed(
     recorded: bool, job: JobFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = SlurmBackend()
-    monkeypatch.setattr(commands, "listed_jobs", lambda: commands.parse_jobs("7|RUNNING"))
+    monkeypatch.setattr(SlurmBackend, "queued", lambda _: parse_jobs("7|RUNNING"))
     os.utime(job.root, (time.time() - 15 * 86400,) * 2)
     backend.prune()
     assert set(backend.folders()) == {"7"}
     if recorded:
         state_files.write_json(record_path(job), asdict(OVER))
-        monkeypatch.setattr(commands, "listed_jobs", dict)
+        monkeypatch.setattr(SlurmBackend, "queued", lambda _: {})
     else:  # it was killed
-        monkeypatch.setattr(commands, "listed_jobs", lambda: commands.parse_jobs("7|TIMEOUT"))
+        monkeypatch.setattr(SlurmBackend, "queued", lambda _: parse_jobs("7|TIMEOUT"))
     os.utime(job.root)
     backend.prune()
     assert set(backend.folders()) == {"7"}  # written to just now

@@ -42,13 +42,13 @@ class _StandInPlace(BatchPlace):
 
     wire = "stand-in"
     nightly = left_to_others(*_REST)
-    request_function = "torchx_monarch.backends.batch.commands:run"
+    request_function = "torchx_monarch.backends.batch.backend:BatchBackend.run"
     held: ClassVar[str]
     waits_for: ClassVar[str]
 
     def is_read(self, *request: object) -> bool:
         """Return whether a command only answers."""
-        command = request[0]
+        command = request[1]
         assert isinstance(command, list)
         return command[0] in ("qstat", "bjobs", "condor_q")
 

@@ -40,12 +40,12 @@ class SgePlace(BatchPlace):
     name = "monarch_sge"
     factory = staticmethod(monarch_sge)
     install = "gridengine-client"
-    request_function = "torchx_monarch.backends.batch.commands:run"
+    request_function = "torchx_monarch.backends.batch.backend:BatchBackend.run"
     cannot = {"preemption": "its jobs are not started again (qsub -r n)"}
 
     def is_read(self, *request: object) -> bool:
         """Return whether a command only answers."""
-        command = request[0]
+        command = request[1]
         assert isinstance(command, list)
         return bool(command[0] == "qstat")
 

@@ -21,7 +21,7 @@ from tests.clusters.slurm.cluster import SlurmCluster
 from tests.contract.place import Place, left_to_others
 from tests.waits import WITHIN, until
 from torchx_monarch.backends.batch.folder import JobFolder
-from torchx_monarch.backends.slurm import commands
+from torchx_monarch.backends.slurm.backend import SlurmBackend
 from torchx_monarch.client.connection import Target
 from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.schedulers import monarch_slurm
@@ -71,7 +71,7 @@ class Apps(Place):
         ({"partition": "nosuch"}, "invalid partition"),
     )
     ends_rest = True
-    request_function = "torchx_monarch.backends.batch.commands:run"
+    request_function = "torchx_monarch.backends.batch.backend:BatchBackend.run"
     install = "Debian: slurm-client"
     resource = SMALL
     has_machines = True
@@ -87,7 +87,7 @@ class Apps(Place):
 
     def is_read(self, *request: Any) -> bool:
         """Return whether a command of Slurm's only answers."""
-        command = list(request[0])
+        command = list(request[1])
         return command[0] in ("squeue", "sacct", "sinfo") or command[:2] == ["scontrol", "show"]
 
     @contextlib.contextmanager
@@ -115,7 +115,7 @@ class Apps(Place):
     def slurm_state(self, app_id: str) -> str:
         """Slurm's word; empty for a job that it has forgotten."""
         words = ["squeue", "--noheader", "--states=all", "--format=%i|%T"]
-        shown = [line.split("|") for line in commands.run(words).splitlines()]
+        shown = [line.split("|") for line in SlurmBackend().run(words).splitlines()]
         return next((state for job, state in shown if job.partition("+")[0] == app_id), "")
 
     def output(self, handle: str, replica: int = 0, role: str = "trainer", **more: Any) -> str:

@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from torchx.specs import AppDef, Role
 
 from torchx_monarch.backends import entrypoint
-from torchx_monarch.backends.batch import commands
 from torchx_monarch.backends.batch.folder import BatchRequest, BatchRole, JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob, has_ended, read_role
 from torchx_monarch.backends.core import state_files, submitted_app
@@ -53,6 +53,9 @@ from torchx_monarch.system.untrusted_text import one_line
 
 _QUEUE_INTERVAL = 5.0
 """Seconds between two questions to the batch system while waiting for an app to end: all users share it."""
+
+_TIMEOUT = 60.0
+"""Seconds that a command may take: a batch system may answer late under load."""
 
 
 @dataclass
@@ -144,10 +147,37 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
     # -- commands ------------------------------------------------------------------------------------------------------
 
     def run(self, command: Sequence[str]) -> str:
-        """Run a command of the batch system; return and errors as for ``commands.run``."""
-        # Which jobs may inherit, without the variables of a job around this.
-        environ = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
-        return commands.run(command, environ, self.install)
+        """Run a command of the batch system and return what it prints.
+
+        Raises:
+            BackendError: it is missing, fails, or does not end in time.
+        """
+        try:
+            done = subprocess.run(
+                command,
+                env=self.environ(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_TIMEOUT,
+                check=False,
+                start_new_session=True,  # Ctrl-C is for this process, which needs the answer (``submit``)
+            )
+        except FileNotFoundError:
+            raise BackendError(f"{command[0]!r} is not on the PATH: install {self.install}") from None
+        except OSError as error:
+            raise BackendError(f"{command[0]!r} cannot be run: {error.strerror}") from None
+        except subprocess.TimeoutExpired:
+            raise BackendError(f"`{' '.join(command[:2])}` has not answered for {_TIMEOUT:g} s") from None
+        if done.returncode:
+            answer = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+            raise BackendError(f"{command[0]} refuses: {answer}")
+        return done.stdout
+
+    def environ(self) -> dict[str, str]:
+        """Return the environment of commands, which jobs may inherit: without the variables of a job around this."""
+        return {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
 
     def cancel(self, jobs: Sequence[str]) -> None:
         """End jobs, of which some may have ended."""
@@ -190,7 +220,6 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         return BatchRequest(app.name, folder.root, roles, commands, float(options.grace))
 
     def _jobs(self, folder: JobFolder, roles: Sequence[Role], options: O) -> Iterator[Job]:
-        """Yield the jobs of an app, role by role."""
         submit_args = shlex.split(getattr(options, "submit_args", ""))
         for index, role in enumerate(roles):
             words = [sys.executable, "-I", "-S", entrypoint.__file__, "batch.task", folder.root, str(index)]
@@ -254,7 +283,6 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         folder.clear(request.roles)
 
     def _submit(self, command: Sequence[str], jobs: list[str]) -> None:
-        """Submit a job and add its id to ``jobs``."""
         answer = self.run(command)
         found = re.search(self.job_id, answer)
         if found is None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Run one replica as a task of a batch job: ``entrypoint.py batch.task FOLDER ROLE NUMBER``. Standard library only.
 
-The supervisor's loop runs the replica, writes its logs and record and restarts it. The task looks into the app's folder
-for a request to stop, which no signal of the submitting machine reaches. SIGTERM comes from the batch system itself,
-which then starts the task again or not; the record says CANCELLED, and the queue says which.
+The supervisor's loop runs the replica, writes its logs and record and restarts it. SIGTERM comes from the batch system
+itself, which then starts the task again or not; the record says CANCELLED, and the queue says which.
 """
 
 from __future__ import annotations
@@ -126,7 +125,6 @@ def load_request(kind: type[R], job: JobFolder) -> R:
 
 
 def _request(stored: BatchRequest, index: int, replica: int, app_id: str, run_dir: str) -> LocalRequest:
-    """Return the request for the supervisor's loop."""
     role = stored.roles[index]
     values = {"img_root": role.image, "app_id": app_id, "replica_id": str(replica), "rank0_env": RANK0_HOST}
     command, env = substitute(role.command, role.env, values)

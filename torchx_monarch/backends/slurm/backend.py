@@ -3,12 +3,15 @@
 
 It does not use TorchX's Slurm scheduler, which makes every replica a job component, fails on pending jobs with a
 KeyError (on Slurm 22.05), looks for logs in the directory of submission only, and cuts environment values at commas.
-None of these can be fixed from outside.
+None of these can be fixed from outside. Slurm's commands are asked for named fields, which are the same in all
+versions; ``--json`` output differs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,12 +26,28 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.slurm import commands, render
+from torchx_monarch.backends.slurm import render
 from torchx_monarch.backends.slurm.batch_step import BatchRecord, load_record
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
+
+_STATES = {
+    State.PENDING: "CONFIGURING PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT SUSPENDED",
+    State.RUNNING: "COMPLETING RESIZING RUNNING SIGNALING STAGE_OUT STOPPED",
+    State.SUCCEEDED: "COMPLETED",
+    State.CANCELLED: "CANCELLED",
+    State.FAILED: "BOOT_FAIL DEADLINE FAILED LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED RECONFIG_FAIL REVOKED "
+    "TIMEOUT",
+}
+"""Slurm's states for each of an app's (squeue(1), section JOB STATE CODES)."""
+
+_JOB_ID = re.compile(r"(\d+)(?:\+0+)?")
+"""The id that squeue and sacct print for a job (``17``) or its first component (``15+0``), which runs the script; not
+that of another component (``15+1``), nor that of tasks of an array (``3_7``), which is no job of ours."""
+
+_INHERITED = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 
 
 class _DirWorkspace(DirWorkspaceMixin):  # type: ignore[misc]
@@ -50,6 +69,7 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
     options = SlurmOpts
     name, index, cancel_command = "slurm", "ids", ("scancel",)
     job_id = r"(\d+)(?:;\S+)?\s*$"  # with several clusters, --parsable prints ID;CLUSTER
+    install = "Slurm's commands, as the login nodes of a cluster have them (Debian: slurm-client, Red Hat: slurm)"
     poll = 0.1
 
     def __init__(self) -> None:
@@ -60,11 +80,20 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
 
     def run(self, command: Sequence[str]) -> str:
         try:
-            return commands.run(command)
+            return super().run(command)
         except BackendError as error:
             if "Memory specification" not in str(error):
                 raise
             raise BackendError(f"{error}. If Slurm does not know the memory of its nodes: -cfg nomem=True") from None
+
+    def environ(self) -> dict[str, str]:
+        """Leave out, within a job, its SLURM_* variables, which describe that job: sbatch would read them as options.
+
+        SBATCH_ARRAY_INX would make the submitted job an array.
+        """
+        inside = ("SBATCH_ARRAY_INX", *(("SLURM_", "SLURMD_") if "SLURM_JOB_ID" in os.environ else ()))
+        found = super().environ()
+        return {name: found[name] for name in found if name in _INHERITED or not name.startswith(inside)}
 
     def submit_command(self, job: Job, options: SlurmOpts) -> Sequence[str]:
         """Not called: one command submits all roles (``render``)."""
@@ -72,7 +101,8 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
 
     def queued(self) -> Mapping[str, QueuedJob]:
         """Return the user's jobs as slurmctld reports them, also for some minutes after their end."""
-        return commands.listed_jobs()
+        which = ("--all", f"--user={os.getuid()}", "--states=all")
+        return parse_jobs(self.run(["squeue", "--noheader", *which, "--format=%i|%T|%r"]))
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
@@ -114,7 +144,11 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         """Add jobs that Slurm's controller has forgotten, from the accounting database."""
         queued = dict(self.queued())
         forgotten = [app_id for app_id in folders.keys() - queued.keys() if not self.has_recorded_end(folders[app_id])]
-        return {**queued, **commands.accounted_jobs(forgotten)}
+        if forgotten:
+            words = ["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State"]
+            with contextlib.suppress(BackendError):  # there is no accounting
+                queued |= parse_jobs(self.run([*words, f"--jobs={','.join(forgotten)}"]))
+        return queued
 
     def has_recorded_end(self, folder: JobFolder) -> bool:
         """Return whether the batch step has recorded the end, and Slurm cannot know more."""
@@ -165,3 +199,24 @@ def _outcome(job: QueuedJob | None, record: BatchRecord | None, folder: JobFolde
         hint = f"it has written no record to {folder.root}: do all nodes see that folder (run option job_dir)?"
         return Outcome(State.FAILED, f"the job has ended; {hint}")
     return Outcome(record.state, record.msg, time=record.ended) if record.ended is not None else None
+
+
+def parse_jobs(text: str) -> dict[str, QueuedJob]:
+    """Parse lines of ``ID|STATE|REASON``, of which the last may be missing."""
+    jobs: dict[str, QueuedJob] = {}
+    for line in text.splitlines():
+        job_id, *fields = line.split("|", 2)
+        found = _JOB_ID.fullmatch(job_id.strip())
+        if found is not None and fields:
+            jobs.setdefault(found[1], _job(*(field.strip() for field in fields)))
+    return jobs
+
+
+def _job(shown: str, reason: str = "") -> QueuedJob:
+    """Return a job by its state, which may be shown as ``CANCELLED by 1000`` or ``CANCELLED+``, and why it waits."""
+    name = shown.partition(" ")[0].rstrip("+")
+    state = next((state for state, names in _STATES.items() if name in names.split()), State.UNKNOWN)
+    if state is State.PENDING and reason not in ("", "None", "(null)"):
+        return QueuedJob(state, f"{name}: waits for {reason}")
+    is_said = name == "SUSPENDED" or (state in (State.CANCELLED, State.FAILED) and name != "FAILED")
+    return QueuedJob(state, f"Slurm reports {shown}" if is_said else "")

@@ -46,16 +46,8 @@ _REQUEUE_TIMEOUT = 120.0
 _RESERVE = 64 * 1024
 """Bytes of disk space for the last record."""
 
-_COMPONENTS_OWN = (
-    "SLURM_CPUS_PER_TASK",
-    "SLURM_GPUS",
-    "SLURM_GPUS_PER_NODE",
-    "SLURM_MEM_PER_CPU",
-    "SLURM_MEM_PER_GPU",
-    "SLURM_MEM_PER_NODE",
-    "SLURM_TRES_PER_TASK",
-)
-"""Variables with the resources of the first component, which srun would apply to the steps of the others, too."""
+_COMPONENTS_OWN = ("SLURM_CPUS_PER_TASK", "SLURM_GPUS", "SLURM_MEM_PER_", "SLURM_TRES_PER_TASK")
+"""Beginnings of variables with the first component's resources, which srun would apply to steps of the others, too."""
 
 _READ = 16 * 1024
 """Bytes of the job's log that are searched for an error."""
@@ -155,7 +147,7 @@ class BatchStep:
 
     def _start(self) -> None:
         unwanted = _COMPONENTS_OWN if len(self._request.roles) > 1 else ()
-        environ = {name: value for name, value in os.environ.items() if name not in unwanted}
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
         environ[APP_ID] = self._record.job_id
         environ["MONARCH_RESTART"] = os.environ.get("SLURM_RESTART_COUNT", "0")
         # This is the first node. Where other roles begin, their tasks record.

@@ -9,12 +9,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torchx
 from torchx.schedulers.devices import get_device_mounts
 from torchx.specs import NULL_RESOURCE, AppDef, BindMount, DeviceMount, InvalidRunConfigException, Role
 
 from torchx_monarch.backends.batch.backend import batch_role
 from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.backends.core.options import is_default_image
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole, option_words
@@ -181,11 +181,6 @@ def _container(role: Role, cwd: str, job: str) -> dict[str, str]:
     }
 
 
-def _is_default(image: str) -> bool:
-    default: str = torchx.IMAGE
-    return image.partition(":")[0] == default.partition(":")[0]
-
-
 def _enroot_name(role: Role) -> str:
     """Return a role's image as enroot spells it, which separates registry and name by ``#``."""
     image: str = role.image
@@ -205,8 +200,7 @@ def _enroot_name(role: Role) -> str:
 
 
 def _warn_of_unused(role: Role) -> None:
-    """Log a warning about the image or the mounts of a role that has no container."""
-    if role.image and not os.path.isdir(role.image) and not _is_default(role.image):
+    if role.image and not os.path.isdir(role.image) and not is_default_image(role.image):
         unused = f"the image {role.image} is not used"
     elif role.mounts:
         unused = "its mounts are not used"
