@@ -135,7 +135,7 @@ def test_rendering_leaves_the_app_alone() -> None:
 
 @pytest.mark.parametrize("name", ["a", "a/b", "", "..", "-x", "\u540d\u524d", "x" * 300, "a b\n"])
 def test_app_ids(name: str) -> None:
-    app_id = render.new_app_id(name)
+    app_id = rendered(AppDef(name, []), grace=1).app_id
     assert state_files.is_app_id(app_id)
     assert app_id[0] not in "-." and len(app_id) < 130
 

@@ -174,7 +174,7 @@ def test_only_hosts_get_the_credentials(runner: Runner) -> None:
 
 def test_groups_have_machines_of_their_own(runner: Runner) -> None:
     request = rendered(runner, ft("train.py", j="2x1", group_hosts=2), hosts=["a", "b", "c", "d"])
-    assert request.machines == [["a", "b"], ["c", "d"], ["a"]]
+    assert request.layout.machines == [["a", "b"], ["c", "d"], ["a"]]
     with pytest.raises(UserError, match="group1 has 2 replicas, and .*`hosts` are 3, of which other groups have 2"):
         rendered(runner, ft("train.py", j="2x1", group_hosts=2), hosts=["a", "b", "c"])
 
@@ -292,7 +292,7 @@ def test_a_workspace_of_several_folders(tmp_path: Path, monkeypatch: pytest.Monk
 
 def found(replica: int, state: State, submitted: SubmittedApp, **more: Any) -> FoundReplica:
     """Return what a machine answers."""
-    place = Place("app-1@a", 0, replica, 100.0, 5.0, Layout([["a", "b"]], "python3"), submitted.pack())
+    place = Place("app-1@a", 0, replica, 100.0, Layout([["a", "b"]], "python3"), submitted.pack())
     replica_record = ReplicaRecord(id=replica, state=state, started=101.0, ended=102.0 if state.is_terminal else None)
     record = AppRecord(
         folder_name("app-1@a", 0, replica), "app", 100.0, state, roles=[RoleRecord("trainer", [replica_record])]
@@ -364,7 +364,7 @@ def test_a_damaged_file_of_a_replica_is_named_and_costs_no_other_app(
         paths = state_files.app_paths(folder_name(app_id, 0, 0))
         os.makedirs(paths.root)
         request.addfinalizer(partial(os.close, folder.lock(paths)))
-        place = Place(app_id, 0, 0, 100.0, 5.0, Layout([["a"]]), submitted.pack())
+        place = Place(app_id, 0, 0, 100.0, Layout([["a"]]), submitted.pack())
         state_files.write_json(f"{paths.root}/place.json", asdict(place))
         role = RoleRecord("trainer", [ReplicaRecord(0, State.RUNNING)])
         state_files.write_json(paths.status, asdict(AppRecord("", "app", time.time(), State.RUNNING, roles=[role])))

@@ -24,15 +24,9 @@ def safe_name(name: str) -> str:
     return safe[:_MAX_NAME].lstrip("-._") or "app"
 
 
-def new_app_id(name: str) -> str:
-    """Return an id for an app of this name: the safe name and a random suffix."""
-    app_id: str = make_unique(safe_name(name))
-    return app_id
-
-
 def render(app: AppDef, specs: Sequence[RoleSpec], *, grace: float) -> LocalRequest:
     """Return the request that runs an app."""
-    app_id = new_app_id(app.name)
+    app_id = make_unique(safe_name(app.name))
     roles = [render_role(role, spec, app_id) for role, spec in zip(app.roles, specs, strict=True)]
     return LocalRequest(app_id=app_id, name=app.name, roles=roles, grace=float(grace))
 

@@ -114,14 +114,15 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         credentials: str,
         connections: Mapping[str, MachineConnection],
     ) -> None:
+        layout = request.layout
         answers, _ = at_once(lambda name: connections[name].ask("hello"), connections, needs_all=True)
-        first = [answers[machines[0]]["address"] for machines in request.machines]
+        first = [answers[machines[0]]["address"] for machines in layout.machines]
         hashes = [
             workspace.send(projects, {name: connections[name] for name in machines})
-            for projects, machines in zip(request.workspaces, request.machines, strict=True)
+            for projects, machines in zip(request.workspaces, layout.machines, strict=True)
         ]
-        app, layout = submitted.to_json(), request.layout
-        place = Place(request.app_id, 0, 0, time.time(), request.grace, layout, submitted.pack())
+        app = submitted.to_json()
+        place = Place(request.app_id, 0, 0, time.time(), layout, submitted.pack())
 
         def start(name: str) -> None:
             for role, k in layout.replicas[name]:

@@ -177,7 +177,6 @@ class MachineConnection:
             raise
 
     def _talk(self, data: bytes, timeout: float) -> bytes:
-        """Send data and return the next line."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         watchdog = threading.Timer(timeout, process.kill)

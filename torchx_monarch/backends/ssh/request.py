@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torchx.schedulers.ids import make_unique
 from torchx.specs import AppDef
 
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.options import NetworkOpts, QueueOpts
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local.render import new_app_id, render_role
+from torchx_monarch.backends.local.render import render_role, safe_name
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.backends.ssh import workspace
 from torchx_monarch.backends.ssh.in_job.wire import Layout
@@ -44,7 +45,7 @@ class SshRequest:
 
     Attributes:
         app_id: id of the app: its name, a random suffix, ``@`` and its first machine.
-        machines: for each role the machines of its replicas.
+        layout: where it runs.
         gpus: for each role the GPUs that a replica asks for, and waits for without run options.
         queue: the GPUs and the slots that each replica waits for (``machine_queue``).
         workspaces: for each role the folders of its workspace (``workspace.projects``).
@@ -52,19 +53,12 @@ class SshRequest:
 
     app_id: str
     name: str
-    machines: list[list[str]]
+    layout: Layout
     roles: list[RoleRequest]
     gpus: list[int]
     queue: tuple[int, int]
     workspaces: list[dict[str, str]]
-    python: str
-    setup: str
     grace: float
-
-    @property
-    def layout(self) -> Layout:
-        """Where the app runs."""
-        return Layout(self.machines, self.python, self.setup)
 
     def of_replica(
         self, role: int, k: int, name: str, first: Sequence[str], credentials: str, submitted: float = 0.0
@@ -114,13 +108,13 @@ def render(app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest
     hosts = parse_hosts(options.hosts)
     if not hosts:
         raise UserError("name the machines: -cfg hosts='alice@a;b;10.0.0.3:2222', or hosts=@FILE with one on each line")
-    machines = _machines_of_roles(app, submitted.roles, hosts)
-    app_id = f"{new_app_id(app.name)}@{hosts[0]}"
+    layout = Layout(_machines_of_roles(app, submitted.roles, hosts), options.python, options.setup)
+    app_id = f"{make_unique(safe_name(app.name))}@{hosts[0]}"
     workspaces = [workspace.projects(role) for role in app.roles]
     return SshRequest(
         app_id=app_id,
         name=app.name,
-        machines=machines,
+        layout=layout,
         roles=[
             render_role(role, spec, app_id, root="." if folders else "")
             for role, spec, folders in zip(app.roles, submitted.roles, workspaces, strict=True)
@@ -128,8 +122,6 @@ def render(app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest
         gpus=[0 if options.gpus else max(0, role.resource.gpu) for role in app.roles],
         queue=(options.gpus, options.slots),
         workspaces=workspaces,
-        python=options.python,
-        setup=options.setup,
         grace=float(options.grace),
     )
 

@@ -48,7 +48,7 @@ def build(app_id: str, answers: Iterable[FoundReplica], lost: Mapping[str, SshEr
         app=submitted.app,
         created=place.created,
         started=min((replica.record.started for replica in found.values() if replica.record.started), default=0.0),
-        grace=place.grace,
+        grace=first.record.grace,
         ending=min(endings, key=lambda ending: ending.time, default=None),
         notes=[str(lost[machine]) for machine in place.layout.replicas if machine in lost],
         layout=place.layout,
@@ -81,7 +81,6 @@ def _replica(role: str, k: int, found: FoundReplica) -> ReplicaSnapshot:
 
 
 def _absent(spec: RoleSpec, k: int, machine: str, error: SshError | None, living: bool) -> ReplicaSnapshot:
-    """Return a replica of which nothing is known now."""
     if error is None:
         failure = f"the folder of replica {spec.name}/{k} on {machine} was removed"
         return ReplicaSnapshot(spec.name, k, State.UNKNOWN, failure=failure if spec.runs_hosts else "")

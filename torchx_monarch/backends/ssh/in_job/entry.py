@@ -64,7 +64,6 @@ def _place_file(paths: state_files.AppPaths) -> str:
 
 
 def _names() -> list[str]:
-    """Return the names of all replicas on this machine."""
     every = (state_files.app_paths(name) for name in state_files.app_ids())
     return [paths.app_id for paths in every if os.path.exists(_place_file(paths))]
 

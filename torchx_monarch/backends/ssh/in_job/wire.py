@@ -59,7 +59,6 @@ class Place:
     role: int
     replica: int
     created: Seconds
-    grace: float
     layout: Layout
     packed: str
     address: str = ""
