@@ -124,7 +124,6 @@ def test_a_second_ctrl_c_is_heeded_as_soon_as_its_effect_is_told(kills: bool, mo
             with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
                 foreground.on_close()
         assert ended.type is SystemExit and str(ended.value) == "130"
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert apps.graces == ([0.0] if kills else [None])
     assert ("killing plain://torchx/a-1" in terminal.getvalue()) is kills
 

@@ -6,9 +6,8 @@ torchrun passes them to its workers too (``torch.distributed.elastic.agent.serve
 ``LocalScheduler`` ends its apps (``torchx.schedulers.local_scheduler._register_termination_signals``). The command
 exits when the app has ended, within its grace period, with 128 plus the signal's number.
 
-TorchX's command line polls once a second and learns nothing between two polls. So ``describe`` waits up to 30 s for the
-app's end before it answers, but only in the main thread of a ``torchx run`` and only for an app that this process has
-submitted. Other apps, and apps submitted from Python, are described immediately.
+TorchX polls once a second. So ``describe`` waits up to 30 s for the app's end before it answers, but only in the main
+thread of a ``torchx run``, for an app that it has submitted.
 """
 
 from __future__ import annotations
@@ -140,14 +139,14 @@ class Foreground:
                 continue
             self._show_end(app_id)
         except KeyboardInterrupt:
-            with _interrupts_ignored():
-                if self._kills:
-                    _print_stderr(f"\nkilling {self._handle(app_id)}")
-                    self._apps.cancel(app_id, 0.0)
-                    if self._apps.wait(app_id, _KILL_TIMEOUT):
-                        self._show_end(app_id)
-                elif not is_requested:
-                    self._apps.cancel(app_id)
+            signal.signal(signal.SIGINT, lambda *_: None)  # a key that is held down repeats it; the command ends next
+            if self._kills:
+                _print_stderr(f"\nkilling {self._handle(app_id)}")
+                self._apps.cancel(app_id, 0.0)
+                if self._apps.wait(app_id, _KILL_TIMEOUT):
+                    self._show_end(app_id)
+            elif not is_requested:
+                self._apps.cancel(app_id)
 
     def _handle(self, app_id: str) -> str:
         return f"{self._scheduler}://torchx/{app_id}"
@@ -165,16 +164,6 @@ class Foreground:
             seconds = f" ({event['seconds']:.2f} s)" if event.get("seconds") is not None else ""
             with closed_terminal_is_null():
                 print(f"{one_line(event['message'])}{seconds}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C during the block: a key that is held down repeats it."""
-    previous = signal.signal(signal.SIGINT, lambda *_: None)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous or signal.SIG_DFL)
 
 
 def _print_stderr(text: str) -> None:
