@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchx_monarch.backends.core import state_files, stored_apps
@@ -60,10 +59,10 @@ def resolve(word: str) -> str:
     if len(found) == 1:
         return found[0].handle
     if found:
-        now = time.time()
-        lines = [f"  {one_line(app.handle)}  submitted {show_duration(now - app.submitted)} ago" for app in found]
+        ages = [show_duration(time.time() - app.submitted) for app in found[:_CANDIDATES]]
+        lines = [f"  {one_line(app.handle)}  submitted {age} ago" for app, age in zip(found, ages, strict=False)]
         message = f"{one_line(word)!r} may be one of {len(found)} apps; type more of its id:"
-        raise CommandError("\n".join([message, *_first(lines)]), exit_codes.USAGE)
+        raise CommandError("\n".join([message, *lines]), exit_codes.USAGE)
     raise unknown(word)
 
 
@@ -74,16 +73,11 @@ def unknown(word: str) -> CommandError:
     apps = recorded_apps()
     words = {app_word for app in apps for app_word in app.words}
     alike = {*difflib.get_close_matches(word.rpartition("/")[2], words, _CANDIDATES)}
-    near = [f"  {one_line(app.handle)}" for app in apps if app.words & alike]
+    near = [f"  {one_line(app.handle)}" for app in apps if app.words & alike][:_CANDIDATES]
     text = f"there is no app {one_line(word)!r}"
     if near:
-        return CommandError("\n".join([f"{text}; similar ones:", *_first(near)]), exit_codes.UNKNOWN_APP)
+        return CommandError("\n".join([f"{text}; similar ones:", *near]), exit_codes.UNKNOWN_APP)
     return CommandError(f"{text}; `torchx monarch ls` lists all", exit_codes.UNKNOWN_APP)
-
-
-def _first(lines: Sequence[str]) -> list[str]:
-    more = len(lines) - _CANDIDATES
-    return [*lines[:_CANDIDATES], *([f"  and {more} more"] if more > 0 else [])]
 
 
 # -- the apps of this machine ------------------------------------------------------------------------------------------
@@ -126,7 +120,6 @@ def recorded_apps() -> list[RecordedApp]:
 
 
 def _app(scheduler: str, app_id: str, file: str) -> RecordedApp:
-    """Return an app whose submission has written this file."""
     submitted = 0.0
     with contextlib.suppress(OSError):
         submitted = os.lstat(file).st_mtime
