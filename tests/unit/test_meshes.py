@@ -219,5 +219,5 @@ def test_the_component() -> None:
     assert of(*role.args[2:], replicas=3) == AllocationSpec(5.0, "8", (), None)
     assert hosts(j="2x0").roles[0].args[-2:] == ["--nproc", "0"]
     for bad in ("1:2x4", "0x0", "x"):
-        with pytest.raises(ComponentValidationException, match="-j "):
+        with pytest.raises(ComponentValidationException, match="-j |--nnodes 0"):
             hosts(j=bad)

@@ -278,7 +278,7 @@ def test_the_command_line_wins_over_the_environment() -> None:
 
 
 def test_a_bad_variable_is_named() -> None:
-    with pytest.raises(CommandError, match=r"torchrun: PET_MAX_RESTARTS=x: use a whole number\."):
+    with pytest.raises(CommandError, match=r"torchrun: PET_MAX_RESTARTS=x: use a whole number, 0 or more\."):
         options(env={"PET_MAX_RESTARTS": "x"})
     with pytest.raises(CommandError, match=r"torchrun: PET_STANDALONE=yes: use 1 \(on\) or 0 \(off\)\."):
         options(env={"PET_STANDALONE": "yes"})
@@ -332,7 +332,7 @@ def test_a_command_line_is_split_where_torchrun_splits_it(arguments: list[str]) 
         (["--r", "1", "a.py"], "torchrun: ambiguous option: --r could match"),
         ([], "torchrun: the following arguments are required: training_script"),
         (["--tee"], "torchrun: argument -t/--tee: expected one argument"),
-        (["--max-restarts", "-1", "a.py"], "torchrun: --max-restarts=-1: use 0 or more."),
+        (["--max-restarts", "-1", "a.py"], "torchrun: --max-restarts=-1: use a whole number, 0 or more."),
         (["--signals-to-handle", "SIGTERM,TERM", "a.py"], "torchrun: --signals-to-handle=SIGTERM,TERM: use names of"),
         (
             ["--rdzv-backend=unknown", "a.py"],

@@ -160,6 +160,5 @@ def _raw_terminal() -> Iterator[None]:
 
 
 def _size() -> dict[str, int]:
-    """Return the size of the terminal, as fields of a message."""
     columns, rows = os.get_terminal_size(0)
     return {"rows": rows, "columns": columns}

@@ -139,7 +139,10 @@ def stream_and_exit(
     """Show a run's output, and exit with its exit code; Ctrl-C stops the run if ``ends``, else this command alone."""
     if as_json:
         print_accepted(hosts.handle, records.run)
-        collector = Collector(_print_output, lambda text: _print({"type": "phase", "text": text}))
+        collector = Collector(
+            lambda rank, stream, text: _print({"type": "output", "rank": rank, "stream": stream, "text": text}),
+            lambda text: _print({"type": "phase", "text": text}),
+        )
     else:
         collector = Collector("stream", say if verbose else None)
     try:
@@ -162,17 +165,12 @@ def print_accepted(handle: str, run: int) -> None:
     _print({"type": "accepted", "handle": handle, "run": run})
 
 
-def _print_output(rank: int, stream: str, text: str) -> None:
-    _print({"type": "output", "rank": rank, "stream": stream, "text": text})
-
-
 def _print(record: dict[str, Any]) -> None:
     with closed_terminal_is_null():
         print_record(record)
 
 
 def _error_file_of(result: RunResult) -> str:
-    """Return the content of an error file with the root cause of a run that has failed."""
     cause = result.ranks.get(result.cause) if result.cause is not None else None
     whole = HostResult(result.exit_code, result.reason, failed_at=time.time())
     if cause is not None:
@@ -181,7 +179,6 @@ def _error_file_of(result: RunResult) -> str:
 
 
 def _to_json(result: RunResult) -> dict[str, Any]:
-    """Return the result of a run as JSON values, with the ranks as a list."""
     ranks = [dataclasses.asdict(rank) for rank in result.ranks.values()]
     values = dataclasses.asdict(dataclasses.replace(result, ranks={}))
     del values["output"]  # it was printed

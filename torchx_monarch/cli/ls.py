@@ -55,7 +55,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _jobs(name: str) -> list[JobStatus]:
-    """Return the jobs of a scheduler, with the run options of ``.torchxconfig``."""
     from torchx.runner import config
     from torchx.specs import CfgVal
 

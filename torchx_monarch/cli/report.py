@@ -103,7 +103,6 @@ def _facts(status: JobStatus) -> list[tuple[str, str]]:
 
 
 def _lost(drawn: Timeline, role: str) -> str:
-    """Return the time that was lost, in words."""
     lost = {cause: seconds for cause, seconds in lost_seconds(drawn, role).items() if seconds >= 0.05}
     total = sum(lost.values())
     if not total:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import PATIENCE, SAMPLE_PAUSE_S, opened_job
 from torchx_monarch.cli.output import Screen, add_json, print_json, print_record
-from torchx_monarch.insight.rank_sample import Progress, RankView
+from torchx_monarch.insight.rank_sample import RankView
 from torchx_monarch.insight.summary import Summary, raised_at, show_duration
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.job_status import PHASES, Failure, JobStatus, LiveState
@@ -140,13 +140,14 @@ def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
         *(("breakpoint", _ago(waiting, now)) for waiting in status.breakpoints[:_MAX_BREAKPOINTS]),
         ("source", _FROM_LOG if status.from_log else ""),
         ("last output", f"{show_duration(now - status.last_output)} ago" if status.last_output else ""),
-        ("progress", _slowest_progress(activity)),
+        ("progress", _progress(activity)),
         ("collectives", _collectives(activity)),
         ("each rank", _use(activity)),
         *(_live(live, now) if live is not None else ()),
         ("logs", one_line(status.log_folder or "")),
         *((command.format(role.role), role.command) for role in status.roles),
-        *(_next(status.handle, ended) if ended is not None else ()),
+        ("next", one_line(ended.next[0]) if ended is not None else ""),
+        ("", f"torchx monarch report {one_line(status.handle)} -o job.html" if ended is not None else ""),
     ]
     return [(title, text) for title, text in found if text]
 
@@ -154,10 +155,6 @@ def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
 def _cause(status: JobStatus, ended: Summary) -> list[tuple[str, str]]:
     log = one_line(ended.log) if ended.log != status.log_folder else ""
     return [("raised", raised_at(ended.traceback)), ("log", log)]
-
-
-def _next(handle: str, ended: Summary) -> list[tuple[str, str]]:
-    return [("next", one_line(ended.next[0])), ("", f"torchx monarch report {one_line(handle)} -o job.html")]
 
 
 def _text(number: int | None) -> str:
@@ -173,11 +170,6 @@ def _ago(failure: Failure | None, now: float) -> str:
     if failure is None:
         return ""
     return (f"{show_duration(now - failure.time)} ago: " if failure.time else "") + failure.message
-
-
-def _slowest_progress(ranks: Sequence[RankView]) -> str:
-    reported = [(rank.progress, rank.seconds_left) for rank in ranks if rank.progress is not None]
-    return _progress(*min(reported, key=lambda report: report[0].step)) if reported else ""
 
 
 def _collectives(ranks: Sequence[RankView]) -> str:
@@ -208,7 +200,11 @@ def _use(ranks: Sequence[RankView]) -> str:
     return "; ".join([", ".join(filter(None, parts)), *odd[:_MAX_ODD], *more])
 
 
-def _progress(progress: Progress, seconds_left: float | None) -> str:
+def _progress(ranks: Sequence[RankView]) -> str:
+    reported = [(rank.progress, rank.seconds_left) for rank in ranks if rank.progress is not None]
+    if not reported:
+        return ""
+    progress, seconds_left = min(reported, key=lambda report: report[0].step)
     parts = [f"step {progress.step}" + (f" of {progress.total}" if progress.total is not None else "")]
     if seconds_left is not None:
         parts.append(f"{show_duration(seconds_left)} left")

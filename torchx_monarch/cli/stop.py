@@ -35,7 +35,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _stop_hosts(args: argparse.Namespace) -> str:
-    """End the allocation; return what was done."""
     hosts = hosts_of(args)
     status = hosts.ask_status()
     if status is None:  # unreachable hosts may still be queued: the scheduler can cancel them

@@ -45,7 +45,6 @@ class CmdRun(TorchXCmdRun):  # type: ignore[misc]
 
 
 def _scheduler(name: str) -> str:
-    """Return the name of a scheduler; raise ArgumentTypeError for any other word."""
     from torchx.schedulers import get_scheduler_factories
 
     if name not in get_scheduler_factories():

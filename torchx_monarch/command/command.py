@@ -21,7 +21,6 @@ from torchx_monarch.command.torchrun_options import (
     UNEXPANDED,
     CommandError,
     HelpRequested,
-    Option,
     Streams,
     TorchrunOptions,
     Use,
@@ -223,8 +222,9 @@ def _contradiction(options: TorchrunOptions, replicas: int) -> str | None:
             f"Leave it out and use --nnodes={replicas}."
         )
     if "nnodes" not in options.unexpanded and not options.min_nodes <= replicas <= options.max_nodes:
+        given = ":".join(map(str, dict.fromkeys(options.nnodes)))
         return (
-            f"torchrun option --nnodes={_nnodes(options)} does not agree with the role's {replicas} replicas. "
+            f"torchrun option --nnodes={given} does not agree with the role's {replicas} replicas. "
             f"Use --nnodes={replicas}, or change the replicas of the role."
         )
     if "rdzv_endpoint" not in options.unexpanded:
@@ -251,13 +251,9 @@ def _unsupported(options: TorchrunOptions) -> str | None:
         if option.use is Use.REFUSED:
             value = getattr(options, option.dest)
             if value != getattr(DEFAULTS, option.dest):
-                return f"torchrun option {_typed(option, value)} is not supported: {option.why}."
+                given = option.name if option.type is bool else f"{option.name}={value}"
+                return f"torchrun option {given} is not supported: {option.why}."
     return None
-
-
-def _nnodes(options: TorchrunOptions) -> str:
-    low, high = options.min_nodes, options.max_nodes
-    return str(low) if low == high else f"{low}:{high}"
 
 
 def is_process_count(text: str) -> bool:
@@ -266,9 +262,3 @@ def is_process_count(text: str) -> bool:
         return int(text) > 0
     except ValueError:
         return text in PROCESS_COUNTS
-
-
-def _typed(option: Option, value: object) -> str:
-    if option.type is bool:
-        return option.name
-    return f"{option.name}={','.join(value) if isinstance(value, tuple) else value}"

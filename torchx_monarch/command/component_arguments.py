@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Parse what a person types after the name of a component, before TorchX does.
 
-TorchX's parser looks for options in the whole command line, so ``-m package.train --lr 0.1`` fails there, and
-``-m package.train --name run`` gives ``--name`` to the component. This parser ends the options at the program, as
-torchrun and Python do, accepts torchrun's spellings, and says what to type instead of an option that does not exist.
-TorchX's parser then gets words that it understands as this one did.
+TorchX's parser looks for options in the whole line, so ``-m package.train --name run`` gives ``--name`` to the
+component. This one ends the options at the program, as torchrun and Python do, accepts torchrun's spellings, and says
+what to type instead of an option that does not exist. TorchX's then gets words that it understands as this one did.
 """
 
 from __future__ import annotations

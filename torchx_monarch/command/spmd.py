@@ -11,7 +11,7 @@ import random
 import re
 import string
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, NoReturn
 
@@ -178,15 +178,11 @@ def hosts(j: str, h: str | None) -> Shape:
 
     NPROC 0 means that torch is imported no sooner than for the first run.
     """
-    if j.endswith("x0") or j == "0":  # Shape.parse rejects 0 processes
-        nodes, plus, spares = (j.removesuffix("0").removesuffix("x") or "1").partition("+")
-        if not nodes.isdigit() or not int(nodes) or (plus and not spares.isdigit()):
-            _refuse(f"-j {j}: use NNODESxNPROC, such as 2x8.")
-        return Shape(nodes, "0", int(spares) if plus else None)
-    shape = Shape.parse(j, None, None, h)
+    without_ranks = re.fullmatch(r"(.*x)?0", j)  # Shape.parse refuses 0 processes
+    shape = Shape.parse(f"{without_ranks[1] or ''}1" if without_ranks else j, None, None, h)
     if shape.min_replicas != shape.replicas:
         _refuse(f"-j {j}: hosts that wait are all there or none; use NNODESxNPROC, such as 2x8.")
-    return shape
+    return replace(shape, nproc="0") if without_ranks else shape
 
 
 def groups(j: str, group_hosts: int, min_groups: int, h: str | None) -> tuple[int, Shape]:

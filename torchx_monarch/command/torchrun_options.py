@@ -161,6 +161,7 @@ _bounds = _value(
     lambda bounds: 0 < bounds[0] <= bounds[1],
 )
 _WHOLE_NUMBER = _value(int, "use a whole number")
+_RESTARTS = _value(int, "use a whole number, 0 or more", lambda number: number >= 0)
 _PORT = _value(int, "use a port from 0 to 65535; 0 means any free one", lambda port: 0 <= port <= 65535)
 _INTERVAL = _value(float, "use a number of seconds above 0", lambda seconds: seconds > 0)
 _LOCAL_RANKS = _value(
@@ -174,10 +175,6 @@ def _rendezvous_backend(text: str) -> str:
     if text not in (backends := ("static", "c10d", "etcd", "etcd-v2")):
         raise ValueError(f"use one of {', '.join(backends)}, or leave it out: {_MESH}")
     return text
-
-
-def _restarts(text: str) -> int:
-    return _value(int, "use 0 or more", lambda number: number >= 0)(_WHOLE_NUMBER(text))
 
 
 def _signal_names(text: str) -> str:
@@ -275,7 +272,7 @@ class TorchrunOptions:
     rdzv_id: str = _option(default="none")
     rdzv_conf: RendezvousConf = _option(default="", parse=RendezvousConf.parse)
     standalone: bool = _option(why="the hosts of each job find each other by themselves", default=False, type=bool)
-    max_restarts: int = _option(default=0, type=int, parse=_restarts)
+    max_restarts: int = _option(default=0, type=int, parse=_RESTARTS)
     monitor_interval: float = _option(default=0.1, type=float, parse=_INTERVAL)
     start_method: str = _option(
         use=Use.IMPLIED,

@@ -185,7 +185,6 @@ def _hint(seconds: float, unshared: str) -> str:
 
 
 def _shape(app: AppSnapshot) -> str:
-    """Return the numbers of hosts and ranks of an app's roles."""
     written = {role.name: role for role in app.app.roles} if app.app is not None else {}
     shapes = []
     for role in app.roles[:_ROLES_SHOWN]:

@@ -335,13 +335,8 @@ def _ranks(happened: Sequence[Event], commands: _Commands) -> int | None:
     }
     if started:
         return sum(started.values())
-    asked = [_ranks_asked(replicas, command) for replicas, command in commands]
-    return sum(filter(None, asked)) or None if None not in asked else None
-
-
-def _ranks_asked(replicas: int, command: Command | None) -> int | None:
-    ranks = command.ranks_per_host if command is not None else None
-    return replicas * ranks if ranks is not None else None
+    asked = [(replicas, command.ranks_per_host if command is not None else None) for replicas, command in commands]
+    return sum(replicas * (ranks or 0) for replicas, ranks in asked) or None if all(n for _, n in asked) else None
 
 
 def _last_failure(happened: Sequence[Event]) -> Failure | None:
