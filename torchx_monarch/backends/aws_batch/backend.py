@@ -126,7 +126,6 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         return found[0] if found and _is_app(found[0]) else None
 
     def _nodes(self, job: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-        """Return Batch's description of each node of a job that Batch knows, by node index."""
         if "jobId" not in job:
             return {}
         if "nodeProperties" not in job:
@@ -202,7 +201,6 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _summaries(self, queue: str, name: str, value: str) -> Iterator[dict[str, Any]]:
-        """Yield ListJobs' summaries of the jobs of a queue that a filter selects."""
         filters = [{"name": name, "values": [value]}]
         for page in self._aws.pages("ListJobs", jobQueue=queue, filters=filters):
             yield from page["jobSummaryList"]
@@ -214,7 +212,6 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         return found
 
     def _definitions(self, app_id: str) -> list[dict[str, Any]]:
-        """Return Batch's description of the job definitions of an app that was not deleted."""
         name = app_id.rpartition(":")[2]
         if not re.fullmatch(r"[\w-]+", name, re.ASCII):
             return []
@@ -222,7 +219,6 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         return [definition for page in pages for definition in page["jobDefinitions"] if _is_app(definition)]
 
     def _quietly(self, service: str, operation: str, **arguments: Any) -> None:
-        """Send a request; log a warning if it fails."""
         try:
             self._aws.call(service, operation, **arguments)
         except AwsError as error:

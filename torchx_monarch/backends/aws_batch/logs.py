@@ -57,7 +57,6 @@ def lines(aws: Aws, streams: Callable[[], list[tuple[str, str]]], query: LogQuer
 def _page(
     aws: Aws, stream: tuple[str, str], token: str, window: dict[str, int], tail: int
 ) -> tuple[list[TimedLine], str]:
-    """Return the lines of one page of a stream, and the token of the next page."""
     more: dict[str, Any] = {"startFromHead": True, **window}
     if token:
         more["nextToken"] = token

@@ -97,7 +97,6 @@ class BatchJob:
         return f"{self.queue}:{self.name}"
 
     def __str__(self) -> str:
-        """Return the request as YAML for a dry run."""
         return str(yaml.safe_dump(json.loads(json.dumps(asdict(self))), sort_keys=False))
 
 
@@ -159,7 +158,6 @@ def render(app: AppDef, roles: Sequence[RoleSpec], cfg: AWSBatchOpts) -> BatchJo
 
 
 def _container(role: Role, command: list[str], env: Mapping[str, str], cfg: AWSBatchOpts) -> dict[str, Any]:
-    """Return the container properties of all nodes of a role."""
     amounts = {"VCPU": max(1, role.resource.cpu), "MEMORY": role.resource.memMB, "GPU": max(0, role.resource.gpu)}
     mounts = [*role.mounts, *get_device_mounts(role.resource.devices)]
     storage = [(f"mount_{index}", mount) for index, mount in enumerate(mounts) if not isinstance(mount, DeviceMount)]

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Convert Batch's descriptions of a job and its nodes to the snapshot of an app. Pure functions.
-
-Batch gives a multi-node job the state of its main node, which is replica 0 of the first role, and stops the other nodes
-when the main node ends. So the main node's host first waits for the other roles (``controller.roles``).
-"""
+"""Convert Batch's descriptions of a job and its nodes to the snapshot of an app. Pure functions."""
 
 from __future__ import annotations
 
@@ -141,7 +137,6 @@ def _replica(
 
 
 def _restarts(job: Mapping[str, Any]) -> int:
-    """Return how often Batch has restarted a job."""
     ended = sum("stoppedAt" in attempt for attempt in job.get("attempts", ()))
     return max(0, ended - 1) if state(job).is_terminal else ended
 

@@ -148,7 +148,6 @@ def _lighthouse(app: AppSnapshot) -> str:
 
 
 def _is_idle(app: AppSnapshot) -> bool:
-    """Whether no replica runs or may still start."""
     return not any(replica.is_alive for replica in app.replicas) and not any(role.is_active for role in app.roles)
 
 

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def scheduler_of(runner: Runner, name: str) -> Scheduler[Any]:
-    """Return the instance of a scheduler that a runner uses.
-
-    Raises:
-        torchx.specs.api.UnknownSchedulerException: no scheduler is registered under this name.
-    """
+    """Return the instance of a scheduler that a runner uses."""
     return runner._scheduler(name)
 
 
@@ -34,11 +30,7 @@ def render(scheduler: Scheduler[Any], app: AppDef, cfg: Any) -> AppDryRunInfo[An
 
 
 def validate(scheduler: Scheduler[Any], app: AppDef, cfg: Any) -> None:
-    """Check an app as a runner does before it submits to a scheduler.
-
-    Raises:
-        Exception: whatever the scheduler raises for an app that it refuses.
-    """
+    """Check an app as a runner does before it submits to a scheduler, which may raise anything."""
     scheduler._pre_build_validate(app, scheduler.backend, cfg)
     scheduler._validate(app, scheduler.backend, cfg)
 

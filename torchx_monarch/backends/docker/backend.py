@@ -11,9 +11,9 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from docker.errors import APIError, DockerException
+from docker.models.containers import Container
 from torchx.schedulers.docker_scheduler import LABEL_APP_ID, LABEL_ROLE_NAME, DockerJob
 from torchx.specs import AppDef
 from torchx.workspace import WorkspaceMixin
@@ -32,9 +32,6 @@ from torchx_monarch.backends.docker.snapshot import DockerSnapshot, add_files, b
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.state import State
-
-if TYPE_CHECKING:
-    from docker.models.containers import Container
 
 _STOP_WAIT = 2.0
 """Seconds that ``stop`` waits for the containers; dockerd stops them even if the client exits."""

@@ -13,12 +13,13 @@ import tarfile
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import docker
 import requests
 import urllib3
 from docker.errors import APIError, DockerException, NotFound
+from docker.models.containers import Container
 from torchx.schedulers.docker_scheduler import LABEL_APP_ID, NETWORK
 
 from torchx_monarch.backends.core.errors import BackendError
@@ -27,10 +28,6 @@ from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine, seconds
 from torchx_monarch.backends.docker.request import LABEL_APP
 from torchx_monarch.model.state import State
 from torchx_monarch.system.line_output import LineReader
-
-if TYPE_CHECKING:
-    from docker import DockerClient
-    from docker.models.containers import Container
 
 LABEL_CANCELLED = "torchx-monarch/cancelled"
 """Label with the app's id, on the volume that marks the app as cancelled. (Container labels cannot be changed.)"""
@@ -94,7 +91,7 @@ class Daemon:
     """The daemon that ``DOCKER_HOST`` names, or this machine's if that is unset. Connects at the first request."""
 
     @functools.cached_property
-    def client(self) -> DockerClient:
+    def client(self) -> docker.DockerClient:
         """The client of the daemon."""
         try:
             return docker.from_env()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Derive the replicas of an app from its existing containers, and from the files that hosts have left in these.
 
-dockerd restarts a failed container whatever its exit code. A host that must not be restarted has written its result to
-a marker file in its container (``host.no_restart_marker``), and its next start ends at once with code 0. The marker
-gives the final state of the replica; the state that dockerd reports is that of a later start, in which no rank ran.
+A host that must not be restarted has written its result to a marker file (``host.no_restart_marker``), which gives the
+final state of the replica: what dockerd reports is that of a later start, in which no rank ran.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from docker.errors import DockerException
+from docker.models.containers import Container
 from torchx.schedulers.docker_scheduler import LABEL_REPLICA_ID, LABEL_ROLE_NAME, NETWORK
 
 from torchx_monarch.backends.core.snapshot import STOP_CODES, AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
@@ -27,9 +27,6 @@ from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.system import error_files
 from torchx_monarch.system.untrusted_text import one_line
-
-if TYPE_CHECKING:
-    from docker.models.containers import Container
 
 _NO_SUCH_COMMAND = 127
 
@@ -210,7 +207,6 @@ def add_files(app: DockerSnapshot) -> DockerSnapshot:
 
 
 def _rank_restarts(container: Container) -> int:
-    """Count the rank restarts in the events of a replica 0."""
     text = read_file(container, environment(container).get(request.EVENTS, ""))
     return sum('"rank_restart"' in line for line in text.splitlines())
 

@@ -25,6 +25,9 @@ _ENDING_TIME = 5.0
 
 TRASH_PREFIX = ".trash-"
 
+READY = b"ok"
+"""What a supervisor writes to its submitter when the app has been started."""
+
 _WORK_TIME = 3600.0
 """Seconds for which a half-removed folder is kept: another process may still work on it."""
 

@@ -27,7 +27,6 @@ from torchx_monarch.system import processes, safe_files
 
 #: Seconds in which a supervisor must report that it runs; it takes a few hundredths of one.
 _START_TIMEOUT = 60.0
-_READY = b"ok"
 
 
 def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], None] = lambda folder: None) -> str:
@@ -120,7 +119,7 @@ def start_supervisor(paths: state_files.AppPaths, request: LocalRequest, lock: i
     answer = b""
     with first, contextlib.suppress(subprocess.TimeoutExpired):
         answer, _ = first.communicate(timeout=_START_TIMEOUT)  # ends when the supervisor has closed its stdout
-    if answer != _READY:
+    if answer != folder.READY:
         raise SubmitError(
             f"the supervisor of {paths.app_id} could not be started (with {sys.executable}): "
             f"{_tail(paths.supervisor_log) or 'it printed nothing'}"

@@ -4,10 +4,9 @@
     submitter ── first process ── supervisor ── replicas
                  (exits immediately)
 
-The first process exits so that the supervisor has no parent among the submitter's processes. The supervisor runs the
-app (``supervisor_loop``). It is a subreaper, so a process of the app that has lost its parent remains below it, and it
-holds the app's lock. If it is killed, the kernel kills the replicas and releases the lock, by which readers know that
-the app has ended; children of ordinary programs that survive these are killed when the app is cancelled or deleted.
+The first process exits so that the supervisor has no parent among the submitter's processes. The supervisor is a
+subreaper, so a process of the app that has lost its parent remains below it; children of ordinary programs that survive
+its death are killed when the app is cancelled or deleted.
 """
 
 from __future__ import annotations
@@ -24,9 +23,6 @@ from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
 from torchx_monarch.supervisor.replica import raise_file_limit
 from torchx_monarch.system import processes
-
-READY = b"ok"
-"""What the supervisor writes to the submitter when the app has been started."""
 
 
 def main(root: str, lock_descriptor: str) -> None:
@@ -71,7 +67,7 @@ def _supervise(paths: state_files.AppPaths) -> None:
     def on_ready() -> None:
         # The submitter may have died meanwhile; the app continues.
         with contextlib.suppress(OSError):
-            os.write(1, READY)
+            os.write(1, folder.READY)
         os.dup2(2, 1)
 
     events.append(paths.events, "supervised", f"the supervisor (pid {pid}) watches over the app", pid=pid)

@@ -197,10 +197,8 @@ class SupervisorLoop:
     def _is_removed(self) -> bool:
         try:
             os.stat(self._paths.request)  # written before the supervisor starts, and never again
-        except FileNotFoundError:
-            return True
-        except OSError:  # a network file system that does not answer
-            return False
+        except OSError as error:  # another one: a network file system that does not answer
+            return isinstance(error, FileNotFoundError)
         return False
 
     @staticmethod
