@@ -19,7 +19,7 @@ from torchx.specs.api import UnknownAppException
 
 from tests.clusters.aws_batch.apps import NAME, Apps
 from tests.clusters.aws_batch.wire import Wire, refusal
-from torchx_monarch.backends.aws_batch import logs
+from torchx_monarch.backends.aws_batch import backend as aws_backend
 from torchx_monarch.backends.aws_batch.backend import AWSBatchBackend
 from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_SCHEDULER, TAG_VERSION
 from torchx_monarch.backends.core.apps import Apps as BackendApps
@@ -252,7 +252,7 @@ def test_follows_a_log_through_attempts_throttling_and_empty_pages(
     wire: Wire, wired: Apps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, seconds in (("POLL", 0.02), ("_DELAY", 0.1)):
-        monkeypatch.setattr(logs, name, seconds)
+        monkeypatch.setattr(aws_backend, name, seconds)
     monkeypatch.setattr(AWSBatchBackend, "poll", 0.01)
     parent = job(wire, wired)
     first = {"container": {"logStreamName": "one"}, "startedAt": 1, "stoppedAt": 2}

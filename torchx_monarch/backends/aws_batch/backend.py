@@ -7,13 +7,14 @@ import contextlib
 import copy
 import logging
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchx.specs import AppDef
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
-from torchx_monarch.backends.aws_batch import logs, request, snapshot
+from torchx_monarch.backends.aws_batch import request, snapshot
 from torchx_monarch.backends.aws_batch.native import Aws, AwsError
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, check_app, check_options
 from torchx_monarch.backends.aws_batch.request import BatchJob
@@ -24,10 +25,23 @@ from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.model.check_result import CheckResult
+from torchx_monarch.model.host_result import verified
 from torchx_monarch.model.state import State
 
 _MAX_DESCRIBED = 100
 """Jobs in one DescribeJobs request, by Batch's documentation."""
+
+POLL = 2.0
+"""Seconds between two polls of a followed log. CloudWatch itself lags by some seconds."""
+
+_DELAY = 5.0
+"""Seconds after a job's end in which CloudWatch may still receive its last lines."""
+
+_MAX_EVENTS = 10_000
+"""The most lines that one request returns."""
+
+_TAIL = 200
+"""How many of a log's last lines are searched for a result."""
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -48,7 +62,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         separate_streams=False,
         needs_image=True,
     )
-    poll = logs.POLL
+    poll = POLL
 
     def __init__(self) -> None:
         self.workspace = DockerWorkspaceMixin()
@@ -139,7 +153,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         for index in dict.fromkeys((0, snapshot.first_failed(nodes))):
             if key and index in nodes and not any(map(any, results.values())):
                 streams = snapshot.streams(job, nodes[index])
-                results[index] = [logs.last_result(self._aws, stream, key) for stream in streams]
+                results[index] = [self._last_result(stream, key) for stream in streams]
         return results
 
     def snapshots(self, options: Cfg) -> list[BatchSnapshot]:
@@ -168,14 +182,62 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
 
     def read_log(
         self, app: BatchSnapshot, role: str, replica: int, query: LogQuery[BatchSnapshot]
-    ) -> Iterable[TimedLine]:
+    ) -> Iterator[TimedLine]:
         index = [(node.role, node.id) for node in app.replicas].index((role, replica))
-
-        def streams() -> list[tuple[str, str]]:
+        window: dict[str, int] = {}
+        if query.since is not None:
+            window["startTime"] = int(query.since.timestamp() * 1000)
+        if query.until is not None:
+            window["endTime"] = int(query.until.timestamp() * 1000) + 1  # GetLogEvents excludes endTime itself
+        at, token, ended_at = 0, "", 0.0
+        while True:
             latest = query.latest() if query.follow else app
-            return snapshot.streams(latest.job, latest.nodes.get(index, {})) if latest else []
+            found = snapshot.streams(latest.job, latest.nodes.get(index, {})) if latest else []
+            # Ask before reading: every line written before the end is then still read.
+            if not ended_at and (not query.follow or query.has_ended()):
+                ended_at = time.monotonic()
+            last = not query.follow or (ended_at > 0 and time.monotonic() >= ended_at + _DELAY)
+            while at < len(found):
+                before = token
+                page, token = self._page(found[at], token, window, query.tail)
+                yield from page
+                # An empty page is not the end. At the end, GetLogEvents returns the token of the request.
+                if token == before:
+                    if at + 1 == len(found):
+                        break
+                    at, token = at + 1, ""
+            if last:
+                return
+            time.sleep(POLL)
 
-        return logs.lines(self._aws, streams, query)
+    def _page(
+        self, stream: tuple[str, str], token: str, window: dict[str, int], tail: int
+    ) -> tuple[list[TimedLine], str]:
+        more: dict[str, Any] = {"startFromHead": True, **window}
+        if token:
+            more["nextToken"] = token
+        elif tail:
+            more.update({"startFromHead": False, "limit": min(tail, _MAX_EVENTS)})
+        try:
+            answer = self._log_events(stream, **more)
+        except AwsError as error:
+            if error.code == "ResourceNotFoundException":
+                return [], token  # the stream does not exist before its first line
+            raise
+        page = [
+            TimedLine(event["timestamp"] / 1000, event["message"].rstrip("\n") + "\n") for event in answer["events"]
+        ]
+        return page, answer["nextForwardToken"]
+
+    def _last_result(self, stream: tuple[str, str], key: str) -> str:
+        """Return the last result among the last lines of a stream that is signed with a key; empty if there is none."""
+        with contextlib.suppress(AwsError):
+            events = self._log_events(stream, startFromHead=False, limit=_TAIL)["events"]
+            return next(reversed(verified([event["message"] for event in events], key)), "")
+        return ""
+
+    def _log_events(self, stream: tuple[str, str], **more: Any) -> dict[str, Any]:
+        return self._aws.call("logs", "GetLogEvents", logGroupName=stream[0], logStreamName=stream[1], **more)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
