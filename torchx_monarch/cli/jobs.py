@@ -89,25 +89,23 @@ class JobFacts:
         )
 
 
+@dataclass
 class JobReader:
     """Read what is known of one job, once or again and again.
 
-    Args:
+    Attributes:
         role: the role whose ranks are asked; empty for the first role that has some.
         timeout: seconds to wait for samples of the ranks.
     """
 
-    def __init__(
-        self, scheduler: MonarchScheduler, handle: str, app_id: str, role: str, address: str, timeout: float
-    ) -> None:
-        self.scheduler = scheduler
-        self.handle = handle
-        self.app_id = app_id
-        self._role = role
-        self._address = address
-        self._timeout = timeout
-        self._hosts: Hosts | None = None
-        self._samples: list[RankSample] = []
+    scheduler: MonarchScheduler
+    handle: str
+    app_id: str
+    role: str
+    address: str
+    timeout: float
+    _hosts: Hosts | None = None
+    _samples: Sequence[RankSample] = ()
 
     def read_app(self) -> tuple[AppSnapshot, AppStatus]:
         """Return the snapshot and the state of the app; raise CommandError if there is no such app."""
@@ -154,8 +152,8 @@ class JobReader:
     def _with_ranks(self, facts: JobFacts, pause: float) -> JobFacts:
         """Return the facts with what the ranks do, and with when one of them has printed something last."""
         first = next((role.spec.name for role in facts.app.roles if role.spec.workload in _WITH_RANKS), "")
-        if (role := self._role or first) and facts.status.phase != "queued":
-            self._hosts = self._hosts or Hosts(self.handle, role, self._address)
+        if (role := self.role or first) and facts.status.phase != "queued":
+            self._hosts = self._hosts or Hosts(self.handle, role, self.address)
             try:
                 activity, missing = self._ask_ranks(self._hosts, pause)
                 facts = replace(facts, status=replace(facts.status, activity=activity or None), missing=missing)
@@ -168,9 +166,9 @@ class JobReader:
     def _ask_ranks(self, hosts: Hosts, pause: float) -> tuple[list[RankView], dict[str, str]]:
         """Return what each rank does, with rates since the time before, and why a host has not answered."""
         if pause and not self._samples:
-            self._samples = ask_samples(hosts, self._timeout)[0]
+            self._samples = ask_samples(hosts, self.timeout)[0]
             time.sleep(pause if self._samples else 0)
-        samples, missing = ask_samples(hosts, self._timeout)
+        samples, missing = ask_samples(hosts, self.timeout)
         before, self._samples = self._samples, samples or self._samples
         return rank_views(samples, before), missing
 
