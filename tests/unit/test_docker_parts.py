@@ -77,7 +77,7 @@ def test_only_submitted_hosts_have_the_secret(runner: Runner) -> None:
 
     client = SimpleNamespace(containers=SimpleNamespace(create=create))
     backend = DockerBackend()
-    backend._daemon = cast(Any, SimpleNamespace(client=client, pull=nothing, ensure_network=nothing, cancelled=dict))
+    vars(backend).update(_client=client, _pull=nothing, _ensure_network=nothing, _cancelled=dict)
     backend.submit(info.request, info.submitted, "secret")
     given = [options["environment"].get("MONARCH_CREDENTIALS") for options in made]
     assert given == ["secret", "secret", None]

@@ -8,13 +8,16 @@ Any process on any machine that reaches the daemon can therefore query the app.
 from __future__ import annotations
 
 import contextlib
-import os
+import functools
+import http
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
-from docker.errors import APIError, DockerException
+import docker
+from docker.errors import APIError, DockerException, NotFound
 from docker.models.containers import Container
-from torchx.schedulers.docker_scheduler import LABEL_APP_ID, LABEL_ROLE_NAME, DockerJob
+from torchx.schedulers.docker_scheduler import LABEL_APP_ID, LABEL_ROLE_NAME, NETWORK, DockerJob
 from torchx.specs import AppDef
 from torchx.workspace import WorkspaceMixin
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
@@ -24,17 +27,22 @@ from torchx_monarch.backends.core.errors import SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.backends.core.timed_line import TimedLine, seconds
 from torchx_monarch.backends.docker import native
-from torchx_monarch.backends.docker.native import Daemon, DaemonError, answering, map_concurrently
+from torchx_monarch.backends.docker.native import DaemonError, answering, map_concurrently
 from torchx_monarch.backends.docker.request import LABEL_APP, DockerOpts, render
 from torchx_monarch.backends.docker.snapshot import DockerSnapshot, add_files, build, describe_removed, read_results
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.state import State
 
-_STOP_WAIT = 2.0
-"""Seconds that ``stop`` waits for the containers; dockerd stops them even if the client exits."""
+LABEL_CANCELLED = "torchx-monarch/cancelled"
+"""Label with the app's id, on the volume that marks the app as cancelled. (Container labels cannot be changed.)"""
+
+LABEL_REASON = "torchx-monarch/reason"
+"""Label of that volume with the reason; empty if the user has asked for it."""
+
+_log = logging.getLogger("torchx_monarch")
 
 
 class _Workspace(DockerWorkspaceMixin):  # type: ignore[misc]
@@ -51,20 +59,31 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
     poll = 0.2
 
     def __init__(self) -> None:
-        self._daemon = Daemon()
         self._stopping: dict[str, threading.Thread] = {}
         self.workspace = _Workspace()
 
+    @functools.cached_property
+    def _client(self) -> docker.DockerClient:
+        """The client of the daemon that ``DOCKER_HOST`` names, or this machine's; connects at the first request."""
+        try:
+            return docker.from_env()
+        except DockerException as error:
+            raise DaemonError(
+                f"there is no Docker daemon at {native.where()} ({error}). Start it (systemctl start docker; Debian's "
+                "package is docker.io), name another in DOCKER_HOST, or have yourself put into the group that may "
+                "use it"
+            ) from None
+
     def close(self) -> None:
-        self._daemon.close()
+        if client := self.__dict__.pop("_client", None):
+            client.close()
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def checks(self, options: DockerOpts) -> Iterable[CheckResult]:
         with answering():
-            info = self._daemon.client.info()
-        where = os.environ.get("DOCKER_HOST") or "this machine"
-        return [CheckResult("Docker", f"{info.get('ServerVersion', 'unknown version')} at {where}")]
+            info = self._client.info()
+        return [CheckResult("Docker", f"{info.get('ServerVersion', 'unknown version')} at {native.where()}")]
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: DockerOpts) -> DockerJob:
         return render(app, options)
@@ -72,46 +91,81 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
     @answering()
     def submit(self, request: DockerJob, submitted: SubmittedApp, credentials: str) -> str:
         """Create all containers, then start them. If that fails, remove all. (TorchX leaves those that were.)"""
-        daemon, packed = self._daemon, submitted.pack()
-        daemon.pull({container.image for container in request.containers})
+        packed = submitted.pack()
+        self._pull({container.image for container in request.containers})
         hosts = {spec.name for spec in submitted.roles if spec.runs_hosts}
         made: list[Container] = []
         try:
-            daemon.ensure_network()
+            self._ensure_network()
             for container in request.containers:
                 options = {**container.kwargs, "labels": {**container.kwargs["labels"], LABEL_APP: packed}}
                 if options["labels"][LABEL_ROLE_NAME] in hosts:
                     options["environment"] = {**options["environment"], CREDENTIALS: credentials}
-                made.append(daemon.client.containers.create(container.image, list(container.command), **options))
+                made.append(self._client.containers.create(container.image, list(container.command), **options))
             map_concurrently(lambda container: container.start(), made)
-            if request.app_id in daemon.cancelled() and (app := self.snapshot(request.app_id, brief=True)):
+            if request.app_id in self._cancelled() and (app := self.snapshot(request.app_id, brief=True)):
                 self.stop(app, Outcome(State.CANCELLED), None)  # cancelled while containers were created
         except BaseException as error:
-            daemon.remove(request.app_id, made)
+            self._remove(request.app_id, made)
             if isinstance(error, DockerException):
                 hint = " (run option init=False does without)" if "docker-init" in native.explained(error) else ""
                 raise SubmitError(f"the app was not started: {native.explained(error)}{hint}") from None
             raise
         return str(request.app_id)
 
+    def _pull(self, images: Iterable[str]) -> None:
+        """Pull images; warn of those that cannot be pulled, which the daemon may have."""
+        for image in sorted(images):
+            if not image.startswith("sha256:"):
+                _log.info("pulling the image %s", image)
+                try:
+                    self._client.images.pull(image)
+                except DockerException as error:
+                    _log.warning("the image %s cannot be pulled, the daemon's own is used: %s", image, error)
+
+    def _ensure_network(self) -> None:
+        """Create the containers' network if it does not exist.
+
+        TorchX's ``ensure_network`` locks a file in /tmp, which only the user who created the file can open.
+        """
+        try:
+            self._client.networks.create(NETWORK, driver="bridge", check_duplicate=True)
+        except APIError as error:
+            if error.status_code != http.HTTPStatus.CONFLICT:
+                raise
+
     # -- reading -------------------------------------------------------------------------------------------------------
 
     @answering()
     def snapshot(self, app_id: str, *, brief: bool = False) -> DockerSnapshot | None:
-        containers = self._daemon.containers(app_id)
+        containers = self._containers(app_id)
         if not containers:
             return None
-        app = build(app_id, containers, self._daemon.cancelled().get(app_id), read_results(containers))
+        app = build(app_id, containers, self._cancelled().get(app_id), read_results(containers))
         return app if brief else add_files(app)
 
     @answering()
     def snapshots(self, options: Cfg) -> Sequence[DockerSnapshot]:
         """Read each app once. (TorchX lists an app once per state of its containers.)"""
         apps: dict[str, list[Container]] = {}
-        for container in self._daemon.containers():
+        for container in self._containers():
             apps.setdefault(container.labels[LABEL_APP_ID], []).append(container)
-        cancelled = self._daemon.cancelled()
+        cancelled = self._cancelled()
         return read_undamaged(apps.items(), lambda item: build(*item, cancelled.get(item[0]), read_results(item[1])))
+
+    def _containers(self, app_id: str = "") -> list[Container]:
+        """Return the containers of an app; those of all apps without an id."""
+        label = [LABEL_APP, f"{LABEL_APP_ID}={app_id}" if app_id else LABEL_APP_ID]
+        found: list[Container] = self._client.containers.list(all=True, filters={"label": label}, ignore_removed=True)
+        return found
+
+    def _cancelled(self) -> dict[str, Outcome]:
+        """Return how each cancelled app was cancelled, by app id."""
+        found = {}
+        for volume in self._client.volumes.list(filters={"label": LABEL_CANCELLED}):
+            labels, when = volume.attrs["Labels"], seconds(volume.attrs["CreatedAt"])
+            found[labels[LABEL_CANCELLED]] = Outcome(State.CANCELLED, labels.get(LABEL_REASON, ""), time=when)
+        return found
 
     def read_log(
         self, app: DockerSnapshot, role: str, replica: int, query: LogQuery[DockerSnapshot]
@@ -130,7 +184,8 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
     def stop(self, app: DockerSnapshot, outcome: Outcome, grace: float | None) -> None:
         """Begin to stop the containers that run or are restarted; record a cancel on the daemon."""
         if outcome.state is State.CANCELLED:
-            self._daemon.mark_cancelled(app.app_id, outcome.message)
+            labels = {LABEL_CANCELLED: app.app_id, LABEL_REASON: outcome.message}
+            self._client.volumes.create(f"{app.app_id}-cancelled", labels=labels)  # again: the first labels stay
         names = [replica.name for replica in app.replicas if replica.is_alive]
         left = [app.containers[name] for name in names if name in app.containers]
         seconds = int((app.grace if grace is None else grace) + HOST_EXTRA)
@@ -148,9 +203,24 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         elif app.app_id not in self._stopping or not self._stopping[app.app_id].is_alive():
             thread = self._stopping[app.app_id] = threading.Thread(target=end_all, name="docker-stop", daemon=True)
             thread.start()
-            thread.join(_STOP_WAIT)
+            thread.join(2.0)  # dockerd stops them even if the client exits
 
     @answering()
     def remove(self, app: DockerSnapshot) -> None:
         """Remove the app's containers, the volume that marks it as cancelled, and the network if it is unused."""
-        self._daemon.remove(app.app_id, self._daemon.containers(app.app_id))
+        self._remove(app.app_id, self._containers(app.app_id))
+
+    def _remove(self, app_id: str, containers: Sequence[Container]) -> None:
+        """Remove containers with their anonymous volumes, the mark of a cancelled app, and the network if unused."""
+
+        def remove(container: Container) -> None:
+            with contextlib.suppress(NotFound):
+                container.remove(force=True, v=True)
+
+        map_concurrently(remove, containers)
+        with contextlib.suppress(NotFound):
+            self._client.volumes.get(f"{app_id}-cancelled").remove()
+        # Stopped containers need it for their next start.
+        if not self._client.containers.list(all=True, sparse=True, limit=1, filters={"network": NETWORK}):
+            with contextlib.suppress(APIError):  # a container has joined since, or it was removed
+                self._client.networks.get(NETWORK).remove()

@@ -28,8 +28,6 @@ from torchx_monarch.model.state import State
 from torchx_monarch.system import error_files
 from torchx_monarch.system.untrusted_text import one_line
 
-_NO_SUCH_COMMAND = 127
-
 _MAX_LINE = 300
 
 _LIVING = {
@@ -218,7 +216,7 @@ def _why_no_host(container: Container) -> str:
     """
     code = container.attrs["State"]["ExitCode"]
     line = ""
-    if 0 < code <= _NO_SUCH_COMMAND:
+    if 0 < code <= 127:  # 127: there is no such command
         with contextlib.suppress(DockerException):
             line = one_line(container.logs(tail=1).decode(errors="replace").strip(), _MAX_LINE)
     return f"; its last output: {line}" if line else ""
