@@ -29,7 +29,7 @@ from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.backends.slurm.backend import SlurmBackend, parse_jobs
-from torchx_monarch.backends.slurm.batch_step import BatchRecord, BatchStep, load_record, record_path
+from torchx_monarch.backends.slurm.batch_step import BatchRecord, BatchStep, load_record
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.components import ft
 from torchx_monarch.model import codec
@@ -276,7 +276,7 @@ def test_state_of_a_job(
     monkeypatch.setenv("PATH", "")  # no sacct
     write(job, State.RUNNING)
     if record is not None:
-        state_files.write_json(record_path(job), asdict(record))
+        state_files.write_json(job.record, asdict(record))
     if cancelled:
         job.write_stop(Outcome(State.CANCELLED, "cancelled"), None)
     before = tree(state_files.state_dir())
@@ -299,7 +299,7 @@ def test_folders_of_jobs_that_ended_long_ago_are_removed(
     backend.prune()
     assert set(backend.folders()) == {"7"}
     if recorded:
-        state_files.write_json(record_path(job), asdict(OVER))
+        state_files.write_json(job.record, asdict(OVER))
         monkeypatch.setattr(SlurmBackend, "queued", lambda _: {})
     else:  # it was killed
         monkeypatch.setattr(SlurmBackend, "queued", lambda _: parse_jobs("7|TIMEOUT"))
@@ -312,7 +312,7 @@ def test_folders_of_jobs_that_ended_long_ago_are_removed(
 
 
 def test_a_folder_is_removed_whose_files_change_meanwhile(job: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    state_files.write_json(record_path(job), asdict(OVER))
+    state_files.write_json(job.record, asdict(OVER))
     snapshot = SlurmBackend().read("7", job, {}, brief=True)
     assert snapshot is not None
     unlink = os.unlink

@@ -22,7 +22,6 @@ from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import status, submit
 from torchx_monarch.backends.local.render import render
 from torchx_monarch.backends.slurm.backend import SlurmBackend
-from torchx_monarch.backends.slurm.batch_step import record_path
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
@@ -221,7 +220,7 @@ def slurm_job(parent: str) -> JobFolder:
     os.makedirs(job.root)
     os.makedirs(backend._index)
     state_files.write_json(job.app, {"created": 1.0, "jobs": ["7"], "grace": 5.0, **submitted.to_json()})
-    state_files.write_json(record_path(job), {"state": "SUCCEEDED", "ended": 2.0})
+    state_files.write_json(job.record, {"state": "SUCCEEDED", "ended": 2.0})
     backend.name_app(job, ["7"])
     return job
 

@@ -72,6 +72,7 @@ class JobFolder(state_files.AppPaths):
         super().__init__(root)
         self.trusted = root
         self.job_log = os.path.join(root, "job.log")
+        self.record = os.path.join(root, "job.json")
 
     def replica(self, role: str, replica: int) -> ReplicaFolder:
         """Return the folder of one replica."""

@@ -24,15 +24,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """The output of ``SubmittedApp.to_json``; ``pack`` leaves out the run options."""
-
-    app: dict[str, Any]
-    roles: list[RoleSpec]
-    cfg: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class SubmittedApp:
     """An app as submitted.
 
@@ -63,14 +54,14 @@ class SubmittedApp:
             DamagedFileError: the data is no app; ``source`` says in the message where it was.
         """
         try:
-            stored = codec.decode(_Stored, data)
-            roles = [_role_from_json(role) for role in stored.app["roles"]]
-            app = AppDef(stored.app["name"], roles, stored.app.get("metadata", {}))
-            if [role.name for role in stored.roles] != [role.name for role in roles]:
+            specs, cfg = codec.decode(list[RoleSpec], data["roles"]), codec.decode(dict[str, Any], data.get("cfg", {}))
+            roles = [_role_from_json(role) for role in data["app"]["roles"]]
+            app = AppDef(data["app"]["name"], roles, data["app"].get("metadata", {}))
+            if [spec.name for spec in specs] != [role.name for role in roles]:
                 raise ValueError("its roles have other names than their specs")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise state_files.DamagedFileError(f"{source} is damaged: {error!r}") from None
-        return cls(app, stored.roles, stored.cfg)
+        return cls(app, specs, cfg)
 
     def pack(self) -> str:
         """Encode the app without its run options as one word of text, for labels, comments and annotations.

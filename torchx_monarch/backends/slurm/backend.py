@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from torchx.specs import AppDef, Role
+from torchx.specs import AppDef, InvalidRunConfigException, Role
 from torchx.workspace.dir_workspace import DirWorkspaceMixin
 
 from torchx_monarch.backends.batch.backend import BatchBackend, BatchSnapshot, Job
@@ -32,6 +32,13 @@ from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
+
+_ALLOWED = {
+    "container": ("pyxis", "pyxis"),
+    # Without B:, Slurm signals all processes of a step, including Monarch's, which the signal would kill.
+    "signal": (r"(R?B:|B:?R?:)TERM(@\d+)?", "B:TERM@SECONDS, such as B:TERM@120"),
+}
+"""A regular expression for the values of some run options, and what messages say."""
 
 _STATES = {
     State.PENDING: "CONFIGURING PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT SUSPENDED",
@@ -107,7 +114,11 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def check_options(self, options: SlurmOpts) -> None:
-        render.check_options(options)
+        for name, (pattern, allowed) in _ALLOWED.items():
+            value = options[name]
+            if value is not None and not re.fullmatch(pattern, value):
+                reason = f"Run option `{name}` is {value!r}; allowed is {allowed}"
+                raise InvalidRunConfigException(reason, name, dict(options))
 
     def runs_images(self, options: SlurmOpts) -> bool:
         return options.container is not None

@@ -37,14 +37,8 @@ from torchx_monarch.system import processes, safe_files
 _STOP_EXTRA = HOST_EXTRA + 10.0
 """Seconds beyond the grace period after which steps that have not stopped are killed."""
 
-_CHECK_INTERVAL = 1.0
-"""Seconds between two looks at the records of the tasks."""
-
 _REQUEUE_TIMEOUT = 120.0
 """Seconds in which Slurm ends this process after scancel or a requeue."""
-
-_RESERVE = 64 * 1024
-"""Bytes of disk space for the last record."""
 
 _COMPONENTS_OWN = ("SLURM_CPUS_PER_TASK", "SLURM_GPUS", "SLURM_MEM_PER_", "SLURM_TRES_PER_TASK")
 """Beginnings of variables with the first component's resources, which srun would apply to steps of the others, too."""
@@ -82,14 +76,9 @@ class BatchRecord:
     outside: bool = False
 
 
-def record_path(folder: JobFolder) -> str:
-    """Return the path of job.json."""
-    return os.path.join(folder.root, "job.json")
-
-
 def load_record(folder: JobFolder) -> BatchRecord | None:
     """Read job.json; return None if it is missing, or just being replaced."""
-    return state_files.load_undamaged(BatchRecord, record_path(folder), folder.trusted)
+    return state_files.load_undamaged(BatchRecord, folder.record, folder.trusted)
 
 
 class BatchStep:
@@ -115,7 +104,7 @@ class BatchStep:
         """Run the job and return its exit code."""
         wake = processes.watch_signals((signal.SIGTERM, signal.SIGCHLD))
         with contextlib.suppress(OSError):  # a full disk
-            safe_files.make_reserve(self._folder.reserve, _RESERVE)
+            safe_files.make_reserve(self._folder.reserve, 64 * 1024)
         self._write()
         if (stop := self._folder.load_stop()) is not None and stop.state is State.CANCELLED:
             return self._conclude()  # the job was cancelled while Slurm requeued it
@@ -124,7 +113,7 @@ class BatchStep:
                 self._clear()
         self._start()
         while self._steps:
-            select.select([wake], [], [], _CHECK_INTERVAL)
+            select.select([wake], [], [], 1.0)  # then it looks at the records of the tasks
             with contextlib.suppress(BlockingIOError):
                 if signal.SIGTERM in os.read(wake, 4096) and not self._is_stopping:
                     self._is_stopping = True
@@ -132,7 +121,10 @@ class BatchStep:
             self._reap()
             self._end_rest()
             if time.monotonic() > self._kill_at:
-                self._kill()
+                _say("steps did not stop in time: killing them")
+                for pid in self._steps:  # srun kills its tasks then
+                    os.kill(pid, signal.SIGTERM)
+                self._kill_at = time.monotonic() + _STOP_EXTRA
         return self._conclude()
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -178,13 +170,6 @@ class BatchStep:
                 record.state, record.msg, record.ended = State.FAILED, lost.failure, time.time()
                 with contextlib.suppress(OSError):  # a full disk
                     state_files.write_json(paths.status, asdict(record))
-
-    def _kill(self) -> None:
-        """Send SIGTERM to the sruns that still run, which makes them kill their tasks."""
-        _say("steps did not stop in time: killing them")
-        for pid in self._steps:
-            os.kill(pid, signal.SIGTERM)
-        self._kill_at = time.monotonic() + _STOP_EXTRA
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
@@ -285,7 +270,7 @@ class BatchStep:
 
     def _write(self, *, is_last: bool = False) -> None:
         """Write the record, the last one on a full disk, too. A loss is no reason to end the job: it is logged."""
-        path, content = record_path(self._folder), asdict(self._record)
+        path, content = self._folder.record, asdict(self._record)
         try:
             if is_last:
                 state_files.write_last_json(path, content, self._folder.reserve)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torchx.schedulers.devices import get_device_mounts
-from torchx.specs import NULL_RESOURCE, AppDef, BindMount, DeviceMount, InvalidRunConfigException, Role
+from torchx.specs import NULL_RESOURCE, AppDef, BindMount, DeviceMount, Role
 
 from torchx_monarch.backends.batch.backend import batch_role
 from torchx_monarch.backends.core.errors import UserError
@@ -21,13 +21,6 @@ from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole, optio
 from torchx_monarch.model.role_spec import RoleSpec
 
 _log = logging.getLogger(__name__)
-
-_ALLOWED = {
-    "container": ("pyxis", "pyxis"),
-    # Without B:, Slurm signals all processes of a step, including Monarch's, which the signal would kill.
-    "signal": (r"(R?B:|B:?R?:)TERM(@\d+)?", "B:TERM@SECONDS, such as B:TERM@120"),
-}
-"""A regular expression for the values of some run options, and what messages say."""
 
 _SBATCH = (
     *("partition", "account", "qos", "time", "constraint", "reservation", "comment"),
@@ -88,14 +81,6 @@ def _sbatch(folder: str, components: Sequence[Mapping[str, str | None]]) -> list
     for index, options in enumerate(components):
         words += [":"] * (index > 0) + option_words(options)
     return [*words, os.path.join(folder, "job.sh")]
-
-
-def check_options(cfg: SlurmOpts) -> None:
-    """Check the run options that do not depend on the app."""
-    for name, (pattern, allowed) in _ALLOWED.items():
-        value = getattr(cfg, name)
-        if value is not None and not re.fullmatch(pattern, value):
-            raise InvalidRunConfigException(f"Run option `{name}` is {value!r}; allowed is {allowed}", name, dict(cfg))
 
 
 def _job_options(app: AppDef, cfg: SlurmOpts, path: str, requeue: bool) -> dict[str, str | None]:
