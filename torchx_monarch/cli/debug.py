@@ -29,9 +29,6 @@ from torchx_monarch.system.untrusted_text import one_line
 DETACH_KEY = b"\x1d"
 """Ctrl-], as in telnet: the key that detaches."""
 
-_PIECE = 4096
-"""Bytes of input in one message."""
-
 _MORE_TIMEOUT = 0.01
 """Seconds for a message of which the first part has arrived, or that waits in the buffers of TLS."""
 
@@ -122,7 +119,7 @@ def interact(link: Connection) -> str:
         while not reason:
             readable, _, _ = select.select([0, link.fileno()], [], [])
             if 0 in readable:
-                keys = os.read(0, _PIECE)
+                keys = os.read(0, 4096)
                 before, detach, _ = keys.partition(DETACH_KEY)
                 if before:
                     link.send({"type": "input", "data": before.decode("latin-1")})

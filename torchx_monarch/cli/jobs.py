@@ -46,8 +46,6 @@ _MAX_LOGS = 64
 
 _AT_A_TIME = 16
 
-_RUNS_SHOWN = 10
-
 PATIENCE = 3.0
 """Seconds to wait for the connection to replica 0 of a live allocation, and again for its answer."""
 
@@ -206,7 +204,7 @@ class JobReader:
                 if (live := answer.get("live")) is not None:
                     facts = {name: live[name] for name in ("ready", "run", "runs", "queued", "idle", "idle_timeout")}
                     runs = ask(target, {"type": "runs"}, PATIENCE)["runs"]
-                    return LiveState(hosts=len(answer["hosts"]), last_runs=tuple(runs[-_RUNS_SHOWN:]), **facts)
+                    return LiveState(hosts=len(answer["hosts"]), last_runs=tuple(runs[-10:]), **facts)
         return None
 
 

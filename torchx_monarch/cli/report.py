@@ -21,9 +21,7 @@ from torchx_monarch.schedulers.job_status import PHASES, JobStatus
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import one_line, printable
 
-_MAX_MOMENTS = 500
 _MAX_RANKS = 512
-_MAX_RUNS = 200
 
 _MAX_BYTES = 256 * 1024
 """Most bytes of the stacks of one host that are shown."""
@@ -82,8 +80,8 @@ def page_of(job: JobFacts) -> str:
             {"name": span.name, "lost": _lost(drawn, span.name), "shares": shares(drawn, span.name)}
             for span in drawn.spans_of("role")
         ],
-        "runs": drawn.spans_of("run")[-_MAX_RUNS:],
-        "moments": [moment for moment in drawn.moments if moment.kind not in unshown][-_MAX_MOMENTS:],
+        "runs": drawn.spans_of("run")[-200:],
+        "moments": [moment for moment in drawn.moments if moment.kind not in unshown][-500:],
         "ranks": ranks[:_MAX_RANKS],
         "ranks_left_out": max(0, len(ranks) - _MAX_RANKS),
         "stacks": read_stacks(status.log_folder, drawn),

@@ -22,9 +22,6 @@ from torchx_monarch.insight.summary import show_duration, show_restarts
 from torchx_monarch.schedulers import job_status
 from torchx_monarch.system.untrusted_text import one_line
 
-_INTERVAL_S = 2.0
-"""Time between two questions to the hosts, unless the user chooses another."""
-
 _NO_TERMINAL_WIDTH = 160
 """Columns of the lines where there is no terminal."""
 
@@ -34,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval",
         type=seconds(0.01, 86400),
-        default=_INTERVAL_S,
+        default=2.0,
         metavar="SECONDS",
         help="time between two looks (default: 2)",
     )

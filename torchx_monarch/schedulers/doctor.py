@@ -52,7 +52,8 @@ def run_groups(groups: Mapping[str, Callable[[], Iterable[T]]], timeout: float) 
             for result in groups[name]():
                 found[name].append(result)
         except (Exception, SystemExit) as error:
-            failures[name] = _one_line(error)
+            text = str(error).partition(" Given: {")[0]  # TorchX adds all options
+            failures[name] = " ".join(text.split()).rstrip(".") or type(error).__name__
 
     # Not a pool: the interpreter would wait for its threads at its end, and a network file system may hang for minutes.
     threads = {name: threading.Thread(target=run, args=[name], daemon=True) for name in groups}
@@ -79,8 +80,3 @@ def check_scheduler(name: str, cfg: str) -> Iterable[CheckResult]:
         resolved = options.resolve(values)
         scheduler.check_options(resolved)
         yield from scheduler.checks(resolved)
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error).partition(" Given: {")[0]  # TorchX adds all options
-    return " ".join(text.split()).rstrip(".") or type(error).__name__

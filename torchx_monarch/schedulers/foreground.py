@@ -31,9 +31,6 @@ from torchx_monarch.system.untrusted_text import one_line
 _MAX_WAIT = 30.0
 """Longest duration of one poll in seconds; the command line then polls again."""
 
-_SLICE = 0.05
-"""Seconds between two reads of the events file."""
-
 _KILL_TIMEOUT = 15.0
 
 _REASONS: dict[int, str] = {
@@ -91,7 +88,7 @@ class Foreground:
         until = time.monotonic() + _MAX_WAIT
         ended = False
         while not ended and time.monotonic() < until:
-            ended = self._apps.wait(app_id, _SLICE)
+            ended = self._apps.wait(app_id, 0.05)
             if shows:
                 self._show(app_id)
 

@@ -37,12 +37,6 @@ POLL = 2.0
 _DELAY = 5.0
 """Seconds after a job's end in which CloudWatch may still receive its last lines."""
 
-_MAX_EVENTS = 10_000
-"""The most lines that one request returns."""
-
-_TAIL = 200
-"""How many of a log's last lines are searched for a result."""
-
 _log = logging.getLogger("torchx_monarch")
 
 
@@ -217,7 +211,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         if token:
             more["nextToken"] = token
         elif tail:
-            more.update({"startFromHead": False, "limit": min(tail, _MAX_EVENTS)})
+            more.update({"startFromHead": False, "limit": min(tail, 10_000)})  # what one request returns at most
         try:
             answer = self._log_events(stream, **more)
         except AwsError as error:
@@ -232,7 +226,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
     def _last_result(self, stream: tuple[str, str], key: str) -> str:
         """Return the last result among the last lines of a stream that is signed with a key; empty if there is none."""
         with contextlib.suppress(AwsError):
-            events = self._log_events(stream, startFromHead=False, limit=_TAIL)["events"]
+            events = self._log_events(stream, startFromHead=False, limit=200)["events"]
             return next(reversed(verified([event["message"] for event in events], key)), "")
         return ""
 

@@ -14,9 +14,6 @@ from botocore.config import Config
 
 from torchx_monarch.backends.core.errors import BackendError
 
-_ATTEMPTS = 8
-"""Attempts at a request that AWS throttles or fails. boto3 waits up to 20 s between two attempts."""
-
 
 class AwsError(BackendError):
     """Raised when AWS is unreachable or refuses a request.
@@ -45,7 +42,8 @@ class Aws:
             if service not in self._clients:
                 options: dict[str, Any] = {"user_agent_extra": "torchx-monarch"}
                 if "AWS_MAX_ATTEMPTS" not in os.environ:
-                    options["retries"] = {"mode": "standard", "total_max_attempts": _ATTEMPTS}
+                    # boto3 waits up to 20 s between two attempts at a request that AWS throttles or fails.
+                    options["retries"] = {"mode": "standard", "total_max_attempts": 8}
                 try:
                     # Not boto3's default session, which other code in this process shares.
                     # boto3 ignores AWS_REGION, which the AWS CLI and other SDKs read first.

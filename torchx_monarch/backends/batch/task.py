@@ -36,9 +36,6 @@ from torchx_monarch.system import processes, run_dirs, safe_files
 APP_ID = "MONARCH_APP_ID"
 """The variable with the app's id, for batch systems whose apps are named by their jobs; otherwise the folder's name."""
 
-_POLL_INTERVAL = 0.25
-"""Seconds between two looks for the first replicas, on what may be a network file system."""
-
 
 class _TaskLoop(SupervisorLoop):
     """The loop of one replica, which the app's folder may ask to stop."""
@@ -170,5 +167,5 @@ def _await_replica0_hosts(job: JobFolder, stored: BatchRequest) -> dict[str, str
                 hosts[variable] = record.hostname
         if len(hosts) == len(names):
             return {RANK0_HOST: hosts[replica0_variable(0)], **hosts}
-        time.sleep(_POLL_INTERVAL)
+        time.sleep(0.25)  # the folder may be on a network file system
     return hosts

@@ -38,11 +38,7 @@ _log = logging.getLogger("torchx_monarch")
 
 
 def read_undamaged(items: Iterable[T], read: Callable[[T], U | None]) -> list[U]:
-    """Read items for a list; leave out, with a warning, what is damaged or belongs to another user.
-
-    Args:
-        read: reads an item; returns None if there is nothing.
-    """
+    """Read items for a list; leave out what is None, and with a warning what is damaged or belongs to another user."""
     found = []
     for item in items:
         try:

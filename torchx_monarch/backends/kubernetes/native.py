@@ -29,8 +29,6 @@ _WAITS = (0.2, 0.5, 1.0, 2.0)
 """Seconds between the attempts at a request that failed with a transient error. urllib3's ``Retry`` would log a warning
 for each of them."""
 
-_RETRIABLE_STATUSES = (0, 429, 500, 502, 503, 504)
-
 _NO_KUBECONFIG = (config.ConfigException, OSError, yaml.YAMLError, AttributeError, LookupError, TypeError, ValueError)
 """Exceptions that the client raises for a kubeconfig that is missing, unreadable or malformed."""
 
@@ -197,7 +195,7 @@ class Api:
             except urllib3.exceptions.HTTPError as error:
                 failure = self._unreachable(error)
             failure.is_repeated = attempt > 0
-            if wait is None or failure.status not in _RETRIABLE_STATUSES:
+            if wait is None or failure.status not in (0, 429, 500, 502, 503, 504):
                 raise failure
             time.sleep(wait)
         raise AssertionError("unreachable")

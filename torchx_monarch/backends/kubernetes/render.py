@@ -45,7 +45,6 @@ _INDEX_ANNOTATION = "metadata.annotations['batch.kubernetes.io/job-completion-in
 _REPLICA = "<torchx-monarch:replica>"
 """Placeholder for the replica's number, replaced by ``$(JOB_COMPLETION_INDEX)`` after the user's text is escaped."""
 
-_HANDLE = "TORCHX_JOB_ID"
 _TERMINATION_LOG = "/dev/termination-log"
 
 
@@ -218,7 +217,7 @@ def _complete(pod: Object, role_index: int, runs_hosts: bool, context: _PodConte
     names = {variable["name"] for variable in added}
     variables = [dict(variable) for variable in container.get("env", ()) if variable["name"] not in names]
     for variable in variables:
-        if variable["name"] == _HANDLE:  # TorchX omits the namespace, and no app has that handle
+        if variable["name"] == "TORCHX_JOB_ID":  # TorchX omits the namespace, and no app has that handle
             handle = variable["value"]
             variable["value"] = handle.replace(f"/{context.app_id}", f"/{context.namespace}:{context.app_id}")
         if "value" in variable:

@@ -28,9 +28,6 @@ TRASH_PREFIX = ".trash-"
 READY = b"ok"
 """What a supervisor writes to its submitter when the app has been started."""
 
-_WORK_TIME = 3600.0
-"""Seconds for which a half-removed folder is kept: another process may still work on it."""
-
 
 def request_stop(paths: state_files.AppPaths, outcome: Outcome, grace: float | None) -> None:
     """Ask the app's supervisor to end the app; without a supervisor, kill what is left of the app here.
@@ -209,7 +206,7 @@ def prune(apps: str) -> list[str]:
         paths = state_files.AppPaths(os.path.join(apps, name))
         with contextlib.suppress(state_files.DamagedFileError, OSError):
             if name.startswith(TRASH_PREFIX):
-                if os.stat(paths.root).st_mtime < now - _WORK_TIME:
+                if os.stat(paths.root).st_mtime < now - 3600.0:  # else another process may still work on it
                     run_dirs.remove_tree(paths.root)
                 continue
             record = current_state(paths)

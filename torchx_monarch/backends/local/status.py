@@ -14,14 +14,6 @@ from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.replica import ReplicaRecord
 
-_MAX_RESERVED_TEXT = 4000
-"""Characters of a message that is written into the reserve; each takes six bytes at most."""
-
-_RESERVED = 64 * 1024
-"""Bytes to reserve for the app: names, and the message."""
-
-_RESERVED_FOR_REPLICA = 256
-
 
 @dataclass
 class RoleRecord:
@@ -78,7 +70,8 @@ def load(paths: state_files.AppPaths) -> AppRecord | None:
 
 def reserve_bytes(record: AppRecord) -> int:
     """Return the disk space that suffices for the final record of this app without error files."""
-    return _RESERVED + _RESERVED_FOR_REPLICA * sum(len(role.replicas) for role in record.roles)
+    # Names, and the message, of which ``save_last`` keeps 4,000 characters of six bytes each at most.
+    return 64 * 1024 + 256 * sum(len(role.replicas) for role in record.roles)
 
 
 def save_last(paths: state_files.AppPaths, record: AppRecord) -> None:
@@ -86,7 +79,7 @@ def save_last(paths: state_files.AppPaths, record: AppRecord) -> None:
     try:
         state_files.write_last_json(paths.status, asdict(record), paths.reserve)
     except OSError:
-        record.msg, record.error = record.msg[:_MAX_RESERVED_TEXT], None
+        record.msg, record.error = record.msg[:4000], None
         for role in record.roles:
             for replica in role.replicas:
                 replica.error = None

@@ -36,8 +36,6 @@ from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_files
 from torchx_monarch.system import run_dirs, safe_files
 
-_GONE_WITHIN = 60.0
-
 _WORKSPACE = "workspace"
 """The copy of the workspace in which a replica runs, in the replica's folder."""
 
@@ -224,7 +222,7 @@ class OrderServer:
         """End replicas that still run, and remove what is stored of them."""
         for paths in filter(None, map(_existing, names)):
             folder.request_stop(paths, Outcome(State.CANCELLED), 0.0)
-            until = time.monotonic() + _GONE_WITHIN
+            until = time.monotonic() + 60.0
             while (record := folder.current_state(paths)) and not record.terminal and time.monotonic() < until:
                 time.sleep(0.02)
             folder.remove_ended(paths)
