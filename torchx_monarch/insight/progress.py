@@ -8,13 +8,14 @@ import contextlib
 import dataclasses
 import functools
 import os
+import stat
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from torchx_monarch.insight import events
 from torchx_monarch.model.host_result import KEY_VARIABLE, HostResult, signed
-from torchx_monarch.system import error_files, safe_files
+from torchx_monarch.system import error_files
 from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.system.untrusted_text import lines, one_line
 
@@ -145,6 +146,13 @@ def write_result(result: HostResult, environ: Mapping[str, str], reporter: Repor
 
 
 def _write(path: str | None, text: str) -> None:
-    if path:
-        with contextlib.suppress(OSError):
-            safe_files.replace_or_write(path, text.encode())
+    """Overwrite a file in place: Kubernetes has mounted it, so it cannot be replaced, and another user may own it."""
+    if not path:
+        return
+    with contextlib.suppress(OSError):
+        # Where nothing is mounted, a rank may have put a FIFO or a symbolic link in its place.
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        with open(fd, "w") as file:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                os.ftruncate(fd, 0)
+                file.write(text)
