@@ -78,10 +78,10 @@ def test_the_cached_job_is_used_while_it_lives_and_is_what_is_asked_for(tmp_path
     assert status.state is AppState.SUCCEEDED, status
     assert "the mesh was shut down by its client" in log(runner, second[0], "trainers")
     # What has ended is not used again; nobody comes back to the last one.
-    last = program(tmp_path, stays, "2", "5")
+    last = program(tmp_path, stays, "2", "10")
     assert last[0] != second[0]
     assert runner.wait(last[0], wait_interval=0.1).state is AppState.SUCCEEDED
-    assert "no run and no client for 5 s" in log(runner, last[0], "trainers")
+    assert "no run and no client for 10 s" in log(runner, last[0], "trainers")
 
 
 def test_a_controller_has_the_meshes_of_all_roles(

@@ -238,7 +238,8 @@ def test_a_followed_log_that_is_silent_holds_no_other_up() -> None:
         yield TimedLine(9.0, "late")
 
     lines = iter(LogMerge({"silent": silent(), "other": [TimedLine(1.0, "a"), TimedLine(2.0, "b")]}, follow=True))
-    assert [next(lines), next(lines)] == [("other", TimedLine(1.0, "a")), ("other", TimedLine(2.0, "b"))]
+    read = filter(None, lines)  # a busy machine may run the thread of the other late
+    assert [next(read), next(read)] == [("other", TimedLine(1.0, "a")), ("other", TimedLine(2.0, "b"))]
     assert next(lines) is None
     go_on.set()
     assert [line for line in lines if line] == [("silent", TimedLine(9.0, "late"))]
