@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -112,9 +113,10 @@ def _give_gpus(containers: Sequence[DockerContainer], app: AppDef) -> None:
     TorchX requests a number of GPUs, and dockerd gives the same first ones to every container (torchx#104).
     """
     counts = [max(0, role.resource.gpu) for role in app.roles for _ in range(role.num_replicas)]
-    if sum(map(bool, counts)) < 2:
+    if sum(map(bool, counts)) < 2 or sum(counts) > len(available := gpus.devices(os.environ)):
         return
-    for container, devices in zip(containers, gpus.assign(counts, gpus.devices(os.environ)), strict=False):
-        if devices:
+    rest = iter(available)
+    for container, count in zip(containers, counts, strict=False):
+        if devices := list(itertools.islice(rest, count)):
             request = DeviceRequest(device_ids=devices, capabilities=[["compute", "utility"]])
             container.kwargs["device_requests"] = [request]

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -35,11 +34,3 @@ def devices(environ: Mapping[str, str]) -> list[str]:
         _log.warning("no GPU can be assigned: %s", e)
         return []
     return [str(i) for i, line in enumerate(line for line in listed.stdout.splitlines() if line.startswith("GPU "))]
-
-
-def assign(counts: Sequence[int], available: Sequence[str]) -> list[list[str]]:
-    """Return the GPUs of each replica, by the numbers that the replicas ask for; an empty list if there are too few."""
-    if sum(counts) > len(available):
-        return []
-    rest = iter(available)
-    return [list(itertools.islice(rest, count)) for count in counts]

@@ -153,9 +153,10 @@ class SupervisorLoop:
         self._record.msg = ""
         if devices := self._queue.ticket.devices:
             users = [replica for replica in self._replicas if not replica.spec.sidecar]
-            counts = [len(devices) // max(1, len(users))] * len(users)
-            for replica, share in zip(users, gpus.assign(counts, devices), strict=True):
-                replica.env |= {gpus.CUDA_VISIBLE_DEVICES: ",".join(share), **gpus.ORDER}
+            each = len(devices) // max(1, len(users))
+            for k, replica in enumerate(users):
+                share = ",".join(devices[k * each : (k + 1) * each])
+                replica.env |= {gpus.CUDA_VISIBLE_DEVICES: share, **gpus.ORDER}
         self._start_all()
 
     def at(self, when: float, call: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torchx.schedulers.devices import get_device_mounts
-from torchx.specs import NULL_RESOURCE, AppDef, BindMount, DeviceMount, Role
+from torchx.specs import AppDef, BindMount, DeviceMount, Role
 
 from torchx_monarch.backends.batch.backend import batch_role
 from torchx_monarch.backends.core.errors import UserError
@@ -103,10 +103,8 @@ def _job_options(app: AppDef, cfg: SlurmOpts, path: str, requeue: bool) -> dict[
 def _gres(role: Role, app: AppDef, cfg: SlurmOpts) -> str | None:
     """Return the ``gres`` of a role: the run option for roles that ask for GPUs (for all roles if none does), else its
     number of GPUs; None for no GPUs."""
-    gpus = 0 if role.resource == NULL_RESOURCE else max(role.resource.gpu, 0)
-    if cfg.gres and (
-        gpus or not any(app_role.resource != NULL_RESOURCE and app_role.resource.gpu > 0 for app_role in app.roles)
-    ):
+    gpus = max(role.resource.gpu, 0)
+    if cfg.gres and (gpus or all(app_role.resource.gpu <= 0 for app_role in app.roles)):
         return cfg.gres
     return f"gpu:{gpus}" if gpus else None
 
@@ -125,12 +123,11 @@ def _role(role: Role, spec: RoleSpec, gres: str | None, cfg: SlurmOpts, job: str
         "export": "ALL",
     }
     resource = role.resource
-    if resource != NULL_RESOURCE:
-        if resource.cpu > 0:
-            # Since Slurm 22.05, srun does not inherit it from the job.
-            sbatch["cpus-per-task"] = srun["cpus-per-task"] = str(int(resource.cpu))
-        if resource.memMB > 0 and not cfg.nomem:
-            sbatch["mem"] = srun["mem"] = str(resource.memMB)
+    if resource.cpu > 0:
+        # Since Slurm 22.05, srun does not inherit it from the job.
+        sbatch["cpus-per-task"] = srun["cpus-per-task"] = str(int(resource.cpu))
+    if resource.memMB > 0 and not cfg.nomem:
+        sbatch["mem"] = srun["mem"] = str(resource.memMB)
     if spec.spares:
         # A job goes on without a node that has failed: a spare one takes its place.
         sbatch["no-kill"] = srun["no-kill"] = None
