@@ -226,10 +226,17 @@ def test_a_bad_rendezvous_address_is_named(folder: Path, script: Callable[[str],
 
 def test_many_ranks_with_few_open_files(folder: Path, script: Callable[[str], str]) -> None:
     path = script("import resource; print('files', resource.getrlimit(resource.RLIMIT_NOFILE)[0])")
-    limited = ("sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh")
-    hosts = Hosts(folder, torchrun(path, nproc=20), options=NO_PRELOAD, wrapper=limited).start()
+    limited = ("sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh")
+    hosts = Hosts(folder, torchrun(path, nproc=40), options=NO_PRELOAD, wrapper=limited).start()
     assert hosts.wait() == [0]
-    assert hosts.out().count("files 256\n") == 20
+    assert hosts.out().count("files 64\n") == 40
+
+
+def test_the_limit_of_too_few_open_files_is_named(folder: Path, script: Callable[[str], str]) -> None:
+    limited = ("sh", "-c", 'ulimit -Sn 30; exec "$@"', "sh")
+    hosts = Hosts(folder, torchrun(script(""), nproc=40), options=NO_PRELOAD, wrapper=limited).start()
+    assert hosts.wait() == [1]
+    assert "Too many open files (RLIMIT_NOFILE is 30: ulimit -n)" in hosts.err().splitlines()[-1]
 
 
 def test_unwritable_log_dir_is_named(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def test_an_error_for_want_of_descriptors_names_the_limit(limit: int) -> None:
         os.close(descriptor)
     assert open_files.hint(caught.value) == f" (RLIMIT_NOFILE is {limit}: ulimit -n)"
     assert "ulimit -u" in open_files.hint(OSError(errno.EAGAIN, "try again"))
+    assert "ulimit -u" in open_files.hint(RuntimeError("can't start new thread"))
     assert "fs.file-max" in open_files.hint(OSError(errno.ENFILE, "too many"))
     assert open_files.hint(OSError(errno.ENOENT, "no such file")) == open_files.hint(ValueError("x")) == ""
 

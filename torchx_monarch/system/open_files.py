@@ -12,6 +12,6 @@ def hint(error: BaseException) -> str:
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EMFILE:
         return f" (RLIMIT_NOFILE is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}: ulimit -n)"
-    if number == errno.EAGAIN:
+    if number == errno.EAGAIN or str(error) == "can't start new thread":  # a RuntimeError
         return " (the limit of processes: ulimit -u, or pids.max of the container)"
     return " (the limit of the whole machine, fs.file-max)" if number == errno.ENFILE else ""

@@ -29,8 +29,9 @@ _IMPORT_TIMEOUT = 600.0
 _ORDER_TIMEOUT = 150.0
 """Seconds within which a zygote must execute any other order; the slowest one asks torch in a fork."""
 
-_FORKS_PER_ORDER = 80
-"""Processes that are forked at once: a message has at most 253 descriptors, of which each process has up to three."""
+_FORKS_PER_ORDER = 16
+"""Processes that are forked at once. The zygote has all their descriptors open, up to three of each, and ranks inherit
+its limit of open files, so that is the user's; a message has at most 253."""
 
 _MAX_ZYGOTES = 3
 """Zygotes that a live allocation keeps for later runs with other interpreters, modules or early variables."""

@@ -370,6 +370,8 @@ def _show_preloaded(program: dict[str, Any]) -> None:
 def _reason(error: BaseException) -> str:
     if not isinstance(error, OSError):
         return f"{type(error).__name__}: {error}"
+    if error.errno == errno.EMFILE:
+        return f"{error.strerror} (RLIMIT_NOFILE is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}: ulimit -n)"
     if error.errno == errno.EAGAIN:  # of fork
         limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
         shown = "unlimited" if limit == resource.RLIM_INFINITY else limit
@@ -418,15 +420,16 @@ _handlers: dict[signal.Signals, Any] = {}
 
 def _next_order(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Receive an order and its file descriptors. The host sends one order at a time and waits for each answer."""
-    line, passed = b"", []
+    line, passed, is_cut = b"", [], 0
     while not line.endswith(b"\n"):
-        data, descriptors, _, _ = socket.recv_fds(channel, 65536, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        data, descriptors, flags, _ = socket.recv_fds(channel, 65536, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         if not data:
             # The host has ended or does not need this interpreter. Skip the clean-up: torch's takes a while.
             os._exit(0)
         line += data
         passed += descriptors
-    return json.loads(line), passed
+        is_cut |= flags & socket.MSG_CTRUNC
+    return {**json.loads(line), "is_cut": is_cut}, passed
 
 
 def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, Any]:
@@ -447,6 +450,8 @@ def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, 
                 answer = _in_fork(op, _count, order["device"])
             elif op == "cpus":
                 answer = _in_fork(op, _cpus_near, order["gpu"], order["mode"])
+            elif order["is_cut"]:  # there was no room for all descriptors
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             elif op == "fork":
                 rank, answer["processes"] = _Forks(
                     order["processes"], passed, channel, program, int(sys.argv[2])
