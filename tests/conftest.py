@@ -246,6 +246,15 @@ def _said_by_jobs(folder: Path) -> Iterator[tuple[Path, str]]:
                 yield path, "\n".join(ours[-30:])
 
 
+@pytest.fixture(autouse=True)
+def restores_handlers() -> Iterator[None]:
+    """Restore the handlers of signals after a test: TorchX's local scheduler has SIGINT and SIGTERM end the process."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, leaves_nothing: None) -> Iterator[Path]:
     """Yield a folder with a short path, for sockets, logs and events of hosts, which may be ending after the test."""
