@@ -153,7 +153,7 @@ def test_a_job_waits_pending_and_can_be_cancelled(driver: Path, apps: Detached) 
         ({"gpus": 1, "slots": 1}, "exclude each other"),
         ({"gpus": -1}, "`gpus` is -1; it is a number, 0 or more"),
         ({"gpus": 3}, "`gpus` is 3, which 2 replicas cannot share equally"),
-        ({"slots": 10**6}, "`slots` is 1000000, and this machine .* has .* MONARCH_SLOTS"),
+        ({"slots": 10**6}, "`slots`.*: 1000000; this machine .* has .* MONARCH_SLOTS"),
     ],
 )
 def test_what_cannot_be_given_is_refused(driver: Path, apps: Detached, cfg: dict[str, Any], reason: str) -> None:

@@ -53,6 +53,8 @@ def test_two_jobs_on_a_machine_do_not_share_gpus(apps: Apps) -> None:
     apps.wait(handles[1], AppState.CANCELLED)
     freed = apps.lines(handles[1])[:1]
     apps.until(lambda: apps.lines(waiting) == freed, "the GPU that is free", waiting)
+    with pytest.raises(RuntimeError, match="GPUs asked for by all roles .*: 4; this machine .* has 3"):  # never at once
+        apps.run(*(apps.role("sh", "-c", _WAITS, name=name) for name in ("a", "b")), gpus=2, **cfg)
 
 
 def test_a_job_outlives_the_folder_of_its_submitter(apps: Apps) -> None:

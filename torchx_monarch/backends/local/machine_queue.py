@@ -48,11 +48,13 @@ def check(count: int, slots: int, environ: Mapping[str, str]) -> str:
     """Return why this machine can never have as many GPUs, or slots, as a job asks for; empty if it can."""
     machine = f"this machine ({os.uname().nodename})"
     if count and count > (there := len(gpus.devices(environ))):
-        return f"GPUs asked for (run option `gpus`, or --gpu): {count}; {machine} has {there}"
+        return f"GPUs asked for by all roles (run option `gpus`, or --gpu): {count}; {machine} has {there}"
     if slots and not (environ.get(_SLOTS) or "1").isdecimal():
         return f"{_SLOTS} of {machine} is {environ[_SLOTS]!r}; it is a number of slots, such as 4"
     if slots > (total := _count_slots(environ)):
-        return f"Run option `slots` is {slots}, and {machine} has {total}: its CPUs, or {_SLOTS}"
+        return (
+            f"Slots asked for by all roles (run option `slots`): {slots}; {machine} has {total}: its CPUs, or {_SLOTS}"
+        )
     return ""
 
 

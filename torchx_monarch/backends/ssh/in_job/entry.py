@@ -135,7 +135,8 @@ class OrderServer:
     """The orders, each a method of the same name. A replica's name is that of its folder."""
 
     def __init__(self) -> None:
-        self._unconfirmed: list[str] = []
+        self._unconfirmed: dict[str, tuple[int, int]] = {}
+        """The replicas of the present submission, with the GPUs and slots that they wait for, each for itself."""
         self._code = Code()
 
     def hello(self) -> Any:
@@ -161,7 +162,6 @@ class OrderServer:
         """
         from torchx_monarch.backends.local import submit  # imports TorchX, which the other orders do without
 
-        self._unconfirmed.append(name)
         decoded = codec.decode(LocalRequest, request)
         where = codec.decode(Place, place)
         where.address = _address()
@@ -177,7 +177,9 @@ class OrderServer:
         waits = not (decoded.slots or decoded.roles[0].spec.sidecar or gpus.CUDA_VISIBLE_DEVICES in replica.env)
         if gpu_count and waits and gpus.devices(environ):
             decoded.gpus = gpu_count
-        if reason := machine_queue.check(decoded.gpus, decoded.slots, environ):
+        self._unconfirmed[name] = decoded.gpus, decoded.slots
+        count, slots = map(sum, zip(*self._unconfirmed.values(), strict=True))
+        if reason := machine_queue.check(count, slots, environ):
             raise ValueError(reason)
 
         def fill(root: str) -> None:
@@ -196,7 +198,7 @@ class OrderServer:
 
     def give_up(self) -> Any:
         """Remove what was started and not confirmed."""
-        self.remove(self._unconfirmed)
+        self.remove(list(self._unconfirmed))
         self.confirm()
 
     def read(self, names: list[str], brief: bool) -> Any:
