@@ -125,6 +125,17 @@ def test_groups_share_an_allocation_that_goes_on_without_a_lost_node(runner: Run
         dryrun(runner, groups)
 
 
+def test_roles_with_spare_nodes_share_an_allocation(runner: Runner) -> None:
+    both = app()
+    both.roles[1] = replace(both.roles[0], name="reader")
+    spared = dryrun(runner, both, spares=1)
+    ((command,), (_, reader)) = spared.commands, spared.roles
+    assert "--nodes=6" in command and "--no-kill" in command and ":" not in command
+    assert reader.srun["relative"] == "3" and "--het-group" not in str(spared.step(1))
+    both.roles[1].resource = Resource(cpu=4, gpu=2, memMB=2048)
+    assert ":" in dryrun(runner, both, spares=1).commands[0]
+
+
 def test_requeue_follows_max_retries_unless_it_is_said(runner: Runner) -> None:
     assert not dryrun(runner, app()).requeue
     assert dryrun(runner, app(max_retries=1)).requeue

@@ -86,20 +86,26 @@ def test_goes_on_after_the_job_was_queued_again(
         assert apps.output(handle, replica).count("resumed") == 2
 
 
+@pytest.mark.parametrize("roles", [1, 2])
 def test_a_spare_node_takes_the_place_of_a_lost_one(
-    apps: Apps, cluster: SlurmCluster, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    apps: Apps, cluster: SlurmCluster, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, roles: int
 ) -> None:
+    """Also if the job has two roles, of which the other goes on."""
     scratch = tempfile.mkdtemp(dir="/tmp")  # what the power takes with it cannot clean up
     monkeypatch.setenv("TMPDIR", scratch)
     metadata = {"monarch": {"spares": 1}}
     role = apps.torchrun(apps.program(CHECKPOINTS), env={"CHECKPOINT": str(checkpoint)}, metadata=metadata)
-    handle = apps.run(role, peer_timeout=2)
+    waits = ["--no-python", "sh", "-c", f"until [ -e {checkpoint}.end ]; do sleep 0.1; done"]
+    others = [apps.torchrun(*waits, nproc=1, replicas=1, name="other", metadata=metadata)] * (roles - 1)
+    handle = apps.run(role, *others, peer_timeout=2)
     for replica in (0, 1):
         apps.wait_for_output(handle, "attempt 0", replica, times=2)
     checkpoint.touch()
     lost = apps.hostname(handle, 1)
     cluster.lose_node(lost)
     try:
+        apps.until(lambda: apps.output(handle, 2).count("resumed") == 2, "the spare node", handle)
+        Path(f"{checkpoint}.end").touch()
         status = apps.wait(handle, AppState.SUCCEEDED)
     finally:
         shutil.rmtree(scratch)

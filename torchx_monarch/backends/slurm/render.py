@@ -44,28 +44,36 @@ def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) 
         requeue=requeue,
         on_end=options.on_end,
     )
-    has_groups = any(spec.min_groups for spec in submitted.roles)
-    components = [_share_allocation(roles)] if has_groups else [role.sbatch for role in roles]
+    components = [shared] if (shared := _share_allocation(roles)) else [role.sbatch for role in roles]
     job_options = _job_options(app, options, path, requeue)
     request.commands.append(_sbatch(path, [{**job_options, **component} for component in components]))
     return request
 
 
 def _share_allocation(roles: Sequence[SlurmRole]) -> dict[str, str | None]:
-    """Have groups run on nodes of one allocation, and other roles beside the first; return its options.
+    """Have groups, or roles with spare hosts, run on nodes of one allocation, and other roles beside the first group.
 
     Slurm 22.05 ends a job of components with any node of it, whatever ``--no-kill`` says (``Killing JobId=1+0(1) on
     failed node n3`` in the log of slurmctld). A job without components loses the node alone.
+
+    Returns:
+        the options of the allocation; empty if the roles are components: one lacks spare hosts, or asks for others.
     """
     groups = [role for role in roles if role.spec.min_groups]
-    options = {**groups[0].sbatch, "nodes": str(sum(role.spec.replicas for role in groups)), "no-kill": None}
+    sharing = groups or (roles if len(roles) > 1 and all(role.spec.spares for role in roles) else ())
+    if not sharing:
+        return {}
+    options = {**sharing[0].sbatch, "nodes": str(sum(role.spec.replicas for role in sharing)), "no-kill": None}
+    for role in sharing:
+        if role.sbatch | {"nodes": None, "no-kill": None} != options | {"nodes": None}:
+            if not groups:
+                return {}
+            raise UserError(f"the group {role.spec.name!r} asks for other resources than the first; all share one job")
     nodes = 0
     for role in roles:
-        if not role.spec.min_groups:
+        if role not in sharing:
             role.srun = {"gres": "none", **role.srun, "relative": "0", "overlap": None}
             continue
-        if role.sbatch | {"nodes": None, "no-kill": None} != options | {"nodes": None}:
-            raise UserError(f"the group {role.spec.name!r} asks for other resources than the first; all share one job")
         role.srun["relative"] = str(nodes)
         nodes += role.spec.replicas
     return options
