@@ -94,8 +94,9 @@ def test_no_cluster(work: Path, backend: str, words: str) -> None:
     assert any(name in said for name in ("Docker", "Kubernetes", "Slurm", "AWS")), said
 
 
-def test_a_configuration_that_cannot_be_read(work: Path) -> None:
-    (work / ".torchxconfig").write_text("scheduler = monarch_local\n")
+@pytest.mark.parametrize("text", [b"scheduler = monarch_local\n", b"[cli:run]\n# caf\xe9\n"])
+def test_a_configuration_that_cannot_be_read(work: Path, text: bytes) -> None:
+    (work / ".torchxconfig").write_bytes(text)
     assert "TorchX cannot read a .torchxconfig" in answer(
         work, "run", "-s", "monarch_local", "monarch.spmd", "train.py"
     )

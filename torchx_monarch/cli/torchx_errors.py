@@ -45,7 +45,8 @@ def explain(error: BaseException) -> str:
     from torchx_monarch.schedulers.command import USER_ERRORS, subcommand
 
     command = subcommand()
-    if isinstance(error, configparser.Error):
+    modules = [frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)]
+    if isinstance(error, configparser.Error) or (isinstance(error, UnicodeDecodeError) and "configparser" in modules):
         return f"TorchX cannot read a .torchxconfig, of this folder or of the home folder: {error}"
     if not command:
         return ""
