@@ -116,7 +116,7 @@ def test_the_root_causes_exception_is_raised(live: Callable[..., Live], monkeypa
     with pytest.raises(ModuleNotFoundError, match="nosuch"):
         hosts.job.run(print, _Executes("import nosuch"), options=RunOptions(nproc=1, output="none"))
     assert hosts.job.run(lambda: None) == [None] * 3
-    monkeypatch.setattr("torchx_monarch.client.function.sys", SimpleNamespace(version_info=(3, 9), path=sys.path))
+    monkeypatch.setattr("torchx_monarch.client.function.sys", SimpleNamespace(**{**vars(sys), "version_info": (3, 9)}))
     with pytest.raises(RuntimeError, match="Python 3.9 has sent this function: use it for the ranks, too"):
         hosts.job.run(lambda: None, options=QUIET)
     assert hosts.end() == [0]
