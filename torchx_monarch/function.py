@@ -62,7 +62,11 @@ def main(path: str) -> None:
             raise RuntimeError(f"Python {version[0]}.{version[1]} has sent this function: use it for the ranks, too")
         if folder:
             sys.path.insert(0, os.path.abspath(folder))
-        function, args, kwargs, encoding = pickle.loads(call)
+        try:
+            function, args, kwargs, encoding = pickle.loads(call)
+        except ModuleNotFoundError as error:
+            why = f"{error}. Ranks import it from the workspace, or from a package that their Python has"
+            raise ModuleNotFoundError(why, name=error.name) from None
         encoded = encode_value(function(*args, **kwargs), encoding)
     except Exception as error:
         content = encode_value(error, "pickle")

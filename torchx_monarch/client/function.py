@@ -153,12 +153,11 @@ def _unpicklable(
     """Describe what of a call cannot be pickled: the first part that fails alone."""
     import cloudpickle
 
-    parts = [(f"argument {number}", value) for number, value in enumerate(args)]
-    for name, value in [*parts, *((f"argument {name}", value) for name, value in kwargs.items())]:
+    for name, value in [*enumerate(args), *kwargs.items()]:
         try:
             cloudpickle.dumps(value)
         except Exception:
-            return f"{name} of {_name(function)}, a {type(value).__name__}, cannot be pickled: {error}"
+            return f"argument {name} of {_name(function)}, a {type(value).__name__}, cannot be pickled: {error}"
     return f"{_name(function)} cannot be pickled, with the values that it uses from outside: {error}"
 
 
