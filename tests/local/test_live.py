@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError  # the built-in one since Python 3.11
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,7 @@ def test_one_at_a_time_unless_asked_to_wait(
     assert third.cancel() and isinstance(third.exception(WITHIN), SPMDError) and third.cancelled()
     assert [run["state"] for run in hosts.job.runs()] == ["stopped", "running", "queued"]
     assert not first.done() and not second.done()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(FutureTimeoutError):
         first.result(0.1)
     (tmp_path / "go").touch()
     assert first.result(WITHIN).exit_code == 0 and second.result(WITHIN).exit_code == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -250,7 +251,8 @@ def test_a_profile_shows_where_a_rank_spends_its_time(folder: Path, script: Call
     assert not missing and [profile.rank for profile in profiles] == [0, 1]
     [stack, *_] = profiles[0].samples
     assert stack.startswith("<module> (") and f";computes ({path}:" in stack, profiles[0]
-    assert "--idle" in profiles[1].problem and not profiles[1].samples
+    if sys.version_info >= (3, 11):  # py-spy takes the main thread of a fork of Python 3.10 for a busy one
+        assert "--idle" in profiles[1].problem and not profiles[1].samples
     profiles, _ = ask_profiles(hosts.client, [1], 1, idle=True)
     assert any(f";waits ({path}:" in stack for stack in profiles[0].samples)
     assert ask_profiles(hosts.client, [7], 1) == ([], {})

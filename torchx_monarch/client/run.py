@@ -257,9 +257,9 @@ class RunHandle(Future[RunResult]):
     ``SPMDJob.run_spmd_async`` and ``SPMDJob.follow`` return it. A daemon thread receives the output. It is also done
     when the connection to the run was lost, but the run continues then.
 
-    ``result`` and ``exception`` raise TimeoutError if the run has not ended in time; it continues. The exception of a
-    run is ``SPMDError`` if it failed or was stopped and ``check`` was True, or ``UnreachableError`` if the connection
-    was lost; its message says whether the hosts have ended.
+    ``result`` and ``exception`` raise ``concurrent.futures.TimeoutError`` if the run has not ended in time; it
+    continues. The exception of a run is ``SPMDError`` if it failed or was stopped and ``check`` was True, or
+    ``UnreachableError`` if the connection was lost; its message says whether the hosts have ended.
 
     Attributes:
         run: number of the run on its allocation.
