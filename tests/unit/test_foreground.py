@@ -42,17 +42,14 @@ def ctrl_c_raises() -> Iterator[None]:
 
 
 class Plain:
-    """The apps of a backend: one ends when it is cancelled, or, if it is ``slow``, when the user waits no longer."""
+    """The apps of a backend: one ends when it is cancelled."""
 
-    def __init__(self, slow: bool) -> None:
-        self.slow = slow
+    def __init__(self) -> None:
         self.cancelled = 0
         self.graces: list[float | None] = []
         self.reasons: list[str] = []
 
     def wait(self, app_id: str, timeout: float) -> bool:
-        if self.cancelled and self.slow:
-            raise KeyboardInterrupt
         return bool(self.cancelled)
 
     def cancel(self, app_id: str, grace: float | None = None, reason: str = "") -> None:
@@ -88,33 +85,12 @@ def submit(foreground: Foreground) -> None:
         submitted("a-1")
 
 
-@pytest.mark.parametrize(("waits", "slow"), [(False, False), (True, False), (True, True)])
-def test_ctrl_c_cancels_what_is_waited_for(
-    waits: bool, slow: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    is_run(monkeypatch, wait=waits)
-    backend = Plain(slow)
-    foreground = foreground_of(backend)
-    submit(foreground)
-    foreground.on_poll("a-1")
-    try:
-        raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        with pytest.raises(SystemExit, match="130"):
-            foreground.on_close()
-    said = capsys.readouterr().err
-    assert backend.cancelled == waits
-    assert ("keeps running; to end it: torchx cancel plain://torchx/a-1" in said) is not waits
-    assert ("cancelling plain://torchx/a-1; Ctrl-C again waits no longer for it" in said) is waits
-    assert "killing" not in said
-
-
 @pytest.mark.parametrize("kills", [False, True])
 def test_a_second_ctrl_c_is_heeded_as_soon_as_its_effect_is_told(kills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The third and fourth one, which a held key sends, arrive while the app is killed."""
     is_run(monkeypatch, wait=True)
     monkeypatch.setattr("sys.stderr", terminal := ImpatientTerminal())
-    apps = Plain(slow=False)
+    apps = Plain()
     foreground = foreground_of(apps, kills)
     submit(foreground)
     with ctrl_c_raises():
@@ -129,7 +105,7 @@ def test_a_second_ctrl_c_is_heeded_as_soon_as_its_effect_is_told(kills: bool, mo
 
 
 def test_another_program_than_torchx_run_is_not_that_command() -> None:
-    foreground = foreground_of(Plain(slow=False))
+    foreground = foreground_of(Plain())
     submit(foreground)
     assert not foreground.has_submitted("a-1")
 
@@ -140,7 +116,7 @@ def test_signals_to_a_command_that_does_not_wait_are_left_alone(
 ) -> None:
     is_run(monkeypatch, wait=False)
     before = signal.signal(number, signal.SIG_DFL)
-    foreground = foreground_of(Plain(slow=False))
+    foreground = foreground_of(Plain())
     try:
         submit(foreground)
         assert signal.getsignal(number) == signal.SIG_DFL
@@ -153,7 +129,7 @@ def test_signals_to_a_command_that_does_not_wait_are_left_alone(
 def test_a_signal_during_the_submission_cancels_what_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     is_run(monkeypatch, wait=True)
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
-    backend = Plain(slow=False)
+    backend = Plain()
     foreground = foreground_of(backend)
     try:
         with pytest.raises(SystemExit, match="143"):
@@ -174,7 +150,7 @@ def test_a_signal_during_the_submission_cancels_what_is_submitted(monkeypatch: p
 def test_a_disposition_of_the_users_stays(handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     is_run(monkeypatch, wait=True)
     before = signal.signal(signal.SIGHUP, handler)
-    foreground = foreground_of(Plain(slow=False))
+    foreground = foreground_of(Plain())
     try:
         submit(foreground)
         assert signal.getsignal(signal.SIGHUP) is handler
@@ -199,7 +175,7 @@ def test_a_disposition_of_the_users_stays(handler: Any, monkeypatch: pytest.Monk
 def test_the_options_tell_before_the_command_waits(
     words: str, waits: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    backend = Plain(slow=False)
+    backend = Plain()
     foreground = foreground_of(backend)
 
     def run(self: cmd_run.CmdRun, args: Any) -> None:

@@ -101,11 +101,6 @@ def test_an_elastic_job_on_fewer_hosts(role: dict[str, Any]) -> None:
     assert (found.hosts, found.ranks) == (2, 8) and "  hosts        2x4 (world size 8)" in render(found, NOW)
 
 
-def test_a_queued_job() -> None:
-    found = status_of(snapshot(State.PENDING, State.PENDING))
-    assert (found.phase, found.attempt, found.attempts, found.started, found.elapsed) == ("queued", None, 3, None, 100)
-
-
 def test_a_failure_and_a_restart() -> None:
     failed = status_of(snapshot(), RESTARTED[:-1])
     assert failed.phase == "stopping" and failed.last_failure is not None and failed.last_failure.time == 960.0
@@ -144,11 +139,6 @@ AGAIN = event("restart", "the app is restarted (restart 1)", 963.0)
             950.0,
             "host 1 is lost",
         ),
-        (
-            [event("failure", "host 1 is lost"), event("replacement", "replica 1 is to be replaced")],
-            950.0,
-            "host 1 is lost",
-        ),
         # The earlier failure has been answered, and is not the reason of this restart.
         (
             [*FAILED, AGAIN, *STARTED[2:], event("requeue", "told to stop; queued", 970.0)],
@@ -165,18 +155,10 @@ def test_a_restart_is_shown_with_the_failure_before_it(
 
 
 def test_spare_and_excluded_hosts() -> None:
-    told = "n2 is excluded after 3 failures within 1 h, the last: rank 8 (...) exited with code 1"
-    spared = snapshot(State.RUNNING, State.RUNNING, State.RUNNING)
-    (role,) = spared.roles
-    spared = replace(spared, roles=[replace(role, spec=replace(role.spec, spares=1))])
-    happened = [*STARTED, event("spares", "spare: host 2 (n3, pid 7), ...", role="train", hosts=["n3", "n4"])]
-    found = status_of(spared, [*happened, event("excluded", told, host="n2")])
-    assert (found.hosts, found.spares, [exclusion.message for exclusion in found.excluded]) == (2, ["n3", "n4"], [told])
-    assert "  spares       n3, n4\n  excluded     n2 is excluded after 3" in render(found, NOW)
-    moved = event("rank_restart", "host 2 (n3, pid 7) takes the place of host 1 (n2)", role="train")
-    found = status_of(spared, [*happened, moved, event("spares", "no spare host is left", role="train", hosts=[])])
-    assert (found.attempt, found.attempts, found.spares, found.excluded) == (1, 3, [], [])
-    assert found.last_failure is not None and found.last_failure.message.startswith("host 2 (n3, pid 7) takes")
+    told = event("excluded", "n2 is excluded after 3 failures within 1 h, the last: rank 8 exited", host="n2")
+    spares = event("spares", "spare: host 2 (n3, pid 7), ...", role="train", hosts=["n3", "n4"])
+    shown = render(status_of(snapshot(), [*STARTED, spares, told]), NOW)
+    assert "  spares       n3, n4\n  excluded     n2 is excluded after 3" in shown
 
 
 def test_an_ended_job() -> None:

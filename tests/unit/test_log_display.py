@@ -89,18 +89,6 @@ def output(rank: int, prefix: str, text: str, **more: object) -> dict[str, objec
     return {"type": "output", "rank": rank, "stream": "stdout", "text": text, "prefix": prefix, **more}
 
 
-def test_exec_shows_the_same_prefix(capsys: pytest.CaptureFixture[str]) -> None:
-    collector = Collector("stream")
-    for rank, prefix, text in (
-        *((0, "[digits0]:", "[digits0]:one\n[digits0]:tw"), (0, "[digits0]:", "o\n"), (1, "", "raw\n")),
-        *((13, "[bert213]:", "[bert213]:[step10]: x\n"), (2, "", "[rank2]: ValueError\n[step10]: loss=10\n")),
-    ):
-        collector._show(output(rank, prefix, text))
-    assert capsys.readouterr().out == (
-        "[0] one\n[0] two\nraw\n[13] [step10]: x\n[rank2]: ValueError\n[step10]: loss=10\n"
-    )
-
-
 def test_exec_shows_the_last_state_of_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     collector = Collector("stream")
     for rank, text in ((0, "[d0]:\r 10%"), (1, "[d1]:x\n[d1]:\r 1%"), (0, "\r 20%"), (0, "\r 30%\n[d0]:end\n")):

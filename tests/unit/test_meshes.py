@@ -97,13 +97,6 @@ def test_a_script_knows_where_the_hosts_of_other_roles_meet() -> None:
     assert "--peers" not in rewrite(ranks, WrapOptions(rendezvous=meet)).app.roles[0].args
 
 
-def test_the_command_is_read_as_it_is_written() -> None:
-    command = parse(script_command(("python", "-u", "main.py", "--x", "--")))
-    assert command is not None and command.kind == "actors"
-    script = parse_script(command, {})
-    assert (script.program.target, script.program.args) == ("main.py", ("--x", "--"))
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -133,10 +126,7 @@ def role(entrypoint: str, *args: str, replicas: int = 1) -> Role:
 @pytest.mark.parametrize(
     ("given", "held"),
     [
-        (
-            ["torchrun", "--tee", "3", "x.py", "$${V}"],
-            [*WAITS, "torchrun", "--tee", "3", "x.py", "$${V}"],
-        ),
+        (["torchrun", "--tee", "3", "x.py", "$${V}"], [*WAITS, "torchrun", "--tee", "3", "x.py", "$${V}"]),
         (["python", "x.py"], [*WAITS, "python", "x.py"]),
         (["workspace/entrypoint.sh", "torchrun", "x.py"], ["workspace/entrypoint.sh", *WAITS, "torchrun", "x.py"]),
         (["bash", "-c", f"{PROLOGUE}torchrun x.py"], ["bash", "-c", f"{PROLOGUE}{' '.join(WAITS)} torchrun x.py"]),

@@ -27,18 +27,9 @@ from torchx_monarch.command.torchrun_options import (
     RendezvousConf,
     Streams,
     TorchrunOptions,
-    Use,
     parse_options,
     unused_options,
 )
-
-IMPLIED = {
-    "rdzv_backend",
-    "node_rank",
-    "start_method",
-    "run_path",
-}
-REFUSED = {"event_log_handler", "logs_specs"}
 
 
 @pytest.fixture(autouse=True)
@@ -113,11 +104,6 @@ def test_the_table_is_torchruns_parser() -> None:
 def test_the_positionals_are_torchruns() -> None:
     positionals = [(action.dest, action.nargs) for action in torch_parser()._actions if not action.option_strings]
     assert positionals == [("training_script", None), ("training_script_args", argparse.REMAINDER)]
-
-
-def test_what_becomes_of_each_option() -> None:
-    assert {option.dest for option in OPTIONS if option.use is Use.IMPLIED} == IMPLIED
-    assert {option.dest for option in OPTIONS if option.use is Use.REFUSED} == REFUSED
 
 
 def options(*arguments: str, env: Mapping[str, str] | None = None) -> TorchrunOptions:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torchx.components import dist, utils
+from torchx.components import dist
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
 from torchx_monarch.command.command import CommandError, parse
@@ -120,17 +120,6 @@ def test_only_the_command_changes() -> None:
     assert rewrite(own, OPTIONS).app.roles[0].env == {"PYTHONUNBUFFERED": ""}
 
 
-def test_host_options() -> None:
-    role = rewritten(
-        app("torchrun", "a.py"), WrapOptions("/opt/a b/python", HostSpec(grace=0.5, host_timeout=1234567.0, preload=()))
-    )
-    assert role.entrypoint == "/opt/a b/python"
-    assert role.args[8:] == [
-        *("--replicas", "1", "--grace", "0.5", "--host-timeout", "1234567", "--preload", "", "--"),
-        *("torchrun", "a.py"),
-    ]
-
-
 def test_an_entrypoint_with_dollars_stays_what_it_is_among_the_arguments() -> None:
     """TorchX replaces macros in arguments, not in entrypoints."""
     role = rewritten(app("/opt/$$a/${app_id}/torchrun", "a.py"))
@@ -228,15 +217,6 @@ def test_values_that_are_not_known_before_the_job_runs_are_left_to_the_host() ->
     rewritten(
         app("bash", "-c", "torchrun --nnodes=$N --max-restarts ${R:-3} --nproc-per-node `nproc` a.py", replicas=2)
     )
-
-
-def test_utils_python_and_sh() -> None:
-    assert rewritten(utils.python("a b", script="x.py")).args[-3:] == ["python", "x.py", "a b"]
-    assert rewritten(utils.python("--x", m="pkg.mod")).args[-4:] == ["python", "-m", "pkg.mod", "--x"]
-    assert rewritten(utils.python(c="print(1)")).args[-3:] == ["python", "-c", "print(1)"]
-    assert rewritten(utils.sh("torchrun", "a b.py")).args[1].endswith(" --preload auto -- torchrun 'a b.py'")
-    assert rewritten(utils.echo("torchrun x")).entrypoint == "echo"
-    assert rewritten(utils.sh("echo", "torchrun")).args == ["-c", "echo torchrun"]
 
 
 @pytest.mark.parametrize("component", [dist.torchrun, spmd])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import re
-from pathlib import Path
 
 import pytest
 from torchx.specs import AppDef, Role
@@ -58,21 +57,6 @@ def test_ranks_that_took_long_to_their_group_are_a_hint(seconds: float, hints: i
     assert sum(line.endswith(f"formed; the first import that they do not share: {why}") for line in shown) == hints
 
 
-def test_a_failed_app_names_the_rank_and_its_log(tmp_path: Path) -> None:
-    log = tmp_path / "stderr.log"
-    log.touch()
-    result = HostResult(1, REASON, TRACEBACK, 104.0, replica=0, log=str(log))
-    assert lines_of(app(State.FAILED, error=result.to_text())) == [
-        f"FAILED after 14.0 s: {HANDLE}",
-        f"  cause:  {REASON}",
-        "  raised: /w/train.py, line 4, in f",
-        f"  log:    {log}",
-        "  ran:    2 hosts x 4 ranks, 2 restarts",
-        f"  next:   torchx log {HANDLE}/train/0",
-        f"          torchx monarch status {HANDLE}",
-    ]
-
-
 def frames(*paths: str) -> str:
     return "Traceback:\n" + "".join(f'  File "{path}", line {n}, in f{n}\n    f()\n' for n, path in enumerate(paths, 1))
 
@@ -111,19 +95,6 @@ def test_what_is_not_known_is_left_out() -> None:
     assert not any("log: " in line or "raised" in line for line in shown)
     assert "  ran:    2 hosts, 2 restarts" in shown
     assert shown[-2].endswith("/train/1")
-
-
-def test_a_success_takes_three_to_five_lines(tmp_path: Path) -> None:
-    (tmp_path / "a b" / "logs").mkdir(parents=True)
-    shown = lines_of(app(State.SUCCEEDED, ui_url=(tmp_path / "a b").as_uri()), submitted=103.2)
-    assert shown == [
-        f"SUCCEEDED after 0.8 s: {HANDLE}",
-        f"  log:    {tmp_path}/a b/logs",
-        "  ran:    2 hosts x 4 ranks, 2 restarts",
-        f"  next:   torchx log {HANDLE}",
-        f"          torchx monarch report {HANDLE} -o job.html",
-    ]
-    assert len(lines_of(app(State.SUCCEEDED))) == 4
 
 
 def test_clocks_that_differ_give_no_nonsense() -> None:
