@@ -12,7 +12,6 @@ from torchx_monarch.model.host_spec import HostSpec, parse_ports
 from torchx_monarch.monarch_adapter.attachment import _spelled
 from torchx_monarch.transport import local_addresses
 from torchx_monarch.transport.connections import Address
-from torchx_monarch.transport.local_addresses import NetworkError
 
 
 @pytest.mark.parametrize(
@@ -46,7 +45,7 @@ def test_binds_to_addresses_and_interfaces() -> None:
     assert local_addresses.address_of("127.0.0.1") == "127.0.0.1"
     assert local_addresses.address_of("::1") == "::1"
     assert local_addresses.address_of("lo") == "127.0.0.1"
-    with pytest.raises(NetworkError, match=r"--bind nonsense: neither an address nor .* which has .*lo \(127.0.0.1\)"):
+    with pytest.raises(ValueError, match=r"--bind nonsense: neither an address nor .* which has .*lo \(127.0.0.1\)"):
         local_addresses.address_of("nonsense")
 
 
@@ -54,9 +53,9 @@ def test_takes_the_ports_of_its_range_and_no_other() -> None:
     port = free_port()
     with local_addresses.bind_port("127.0.0.1", (port, port)) as taken:
         assert taken.getsockname() == ("127.0.0.1", port)
-        with pytest.raises(NetworkError, match=rf"none of the ports {port}-{port} \(--ports\) .* 127.0.0.1: Address"):
+        with pytest.raises(ValueError, match=rf"none of the ports {port}-{port} \(--ports\) .* 127.0.0.1: Address"):
             local_addresses.bind_port("127.0.0.1", (port, port))
-    with pytest.raises(NetworkError, match="no port can be opened on 203.0.113.1: Cannot assign"):
+    with pytest.raises(ValueError, match="no port can be opened on 203.0.113.1: Cannot assign"):
         local_addresses.bind_port("203.0.113.1", None)
 
 
@@ -64,7 +63,7 @@ def test_finds_replica_0_through_a_variable() -> None:
     address = "tls:@MAIN:26599"
     assert local_addresses.expand_address(address, {"MAIN": "10.0.0.1"}, False) == "tls:10.0.0.1:26599"
     assert local_addresses.expand_address("tls:node0:26599", {}, True) == "tls:node0:26599"
-    with pytest.raises(NetworkError, match="MAIN='' does not say where replica 0 is"):
+    with pytest.raises(ValueError, match="MAIN='' does not say where replica 0 is"):
         local_addresses.expand_address(address, {}, False)
     name = socket.gethostname()
     for environ, is_first in (({}, True), ({"MAIN": "localhost"}, True), ({"MAIN": "localhost"}, False)):

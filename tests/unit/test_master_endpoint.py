@@ -14,7 +14,8 @@ import pytest
 from tests.ports import free_port
 from torchx_monarch.command.command import CommandError, check, parse
 from torchx_monarch.command.torchrun_options import parse_options
-from torchx_monarch.host.ranks.master_store import EndpointError, MasterEndpoint, MasterStore
+from torchx_monarch.host.ranks.master_store import MasterEndpoint, MasterStore
+from torchx_monarch.model.world import LaunchError
 
 COMMANDS = [
     [],
@@ -127,11 +128,11 @@ def test_on_several_machines_the_port_is_the_users(address: str) -> None:
 @pytest.mark.parametrize("words", ["--master-addr={} --master-port=29500", "--local-addr={}"])
 def test_an_address_that_cannot_be_resolved_or_is_another_machines(words: str) -> None:
     option = words.split("=")[0]
-    with pytest.raises(EndpointError, match=rf"{option}=no\.such\.invalid cannot be resolved: "):
+    with pytest.raises(LaunchError, match=rf"{option}=no\.such\.invalid cannot be resolved: "):
         endpoint_of(*words.format("no.such.invalid").split())
     endpoint = endpoint_of(*words.format("192.0.2.1").split())
     assert isinstance(endpoint, MasterEndpoint)
-    with pytest.raises(EndpointError, match=rf"{option}=192\.0\.2\.1 is no address of this host"):
+    with pytest.raises(LaunchError, match=rf"{option}=192\.0\.2\.1 is no address of this host"):
         asyncio.run(_open(endpoint))
 
 

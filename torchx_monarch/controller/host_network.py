@@ -48,7 +48,7 @@ class HostNetwork:
 
         Raises:
             CredentialsError: under TLS, the credentials are missing or invalid.
-            NetworkError: ``--bind`` names no address of this host.
+            ValueError: ``--bind`` names no address of this host.
         """
         if not rendezvous.networked:
             return cls(rendezvous, options, advertised, "127.0.0.1", None)

@@ -127,7 +127,7 @@ class Roles:
         """Derive the roles from a host's options and environment; ``rendezvous`` is not expanded.
 
         Raises:
-            NetworkError: the server's address is in an environment variable that is not set.
+            ValueError: the server's address is in an environment variable that is not set.
             AddressError: the server's address is not valid.
         """
         text = options.role_registry or options.application

@@ -56,14 +56,10 @@ _SILENCE = 60.0
 Connect = Callable[[messages.Message], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
-class SyncError(LaunchError):
-    """Raised when code cannot be copied to the hosts; the message gives the reason."""
-
-
 class HostCode:
     """The code on one host: receive it, send it to other hosts, and check it out for runs.
 
-    Its methods raise ``SyncError`` if another side breaks off, is silent or sends something else, or this host cannot
+    Its methods raise ``LaunchError`` if another side breaks off, is silent or sends something else, or this host cannot
     store or check out the code.
 
     Args:
@@ -91,7 +87,7 @@ class HostCode:
             try:
                 reader, writer = await connect({"type": "code", "tree": tree_hash})
             except ConnectError as error:
-                raise SyncError(f"the code {tree_hash:.12} is not on this host: {error}") from None
+                raise LaunchError(f"the code {tree_hash:.12} is not on this host: {error}") from None
             with contextlib.closing(writer):
                 await self._receive_tree(tree_hash, reader, writer)
                 # The leader itself may wait for a large file. If its machine is lost, the kernel breaks the connection.
@@ -146,7 +142,7 @@ class HostCode:
             probed = await run_queue.hosts.broadcast(ProbeFile(str(message["path"]), str(message["text"])))
             return {"type": "shared", "shared": all(probed)}
         if message.get("type") != "tree":
-            raise SyncError(f"a request is probe or tree, not {message.get('type')!r:.40}")
+            raise LaunchError(f"a request is probe or tree, not {message.get('type')!r:.40}")
         tree_hash = str(message["tree"])
         if self.has(tree_hash):
             await run_queue.hosts.broadcast(FetchCode(tree_hash))
@@ -158,17 +154,17 @@ class HostCode:
                 fetching = asyncio.ensure_future(run_queue.hosts.broadcast(FetchCode(tree_hash)))
                 fetching.add_done_callback(lambda done: done.cancelled() or done.exception())
                 await self._receive_contents(peer.reader, _SILENCE)
-        except SyncError as error:
-            raise SyncError(f"{self._host}: {error}") from None
+        except LaunchError as error:
+            raise LaunchError(f"{self._host}: {error}") from None
         await fetching
         return {"type": "done"}
 
     def _expect(self, text: bytes, tree_hash: str) -> str:
         if len(text) > MAX_TREE:
-            raise SyncError(f"a tree of more than {MAX_TREE} bytes")
+            raise LaunchError(f"a tree of more than {MAX_TREE} bytes")
         tree = Tree.decode(text)
         if tree.hash != tree_hash:
-            raise SyncError(f"a tree of the hash {tree.hash} came as {tree_hash}")
+            raise LaunchError(f"a tree of the hash {tree.hash} came as {tree_hash}")
         missing = set(self._store.expect(tree))
         return f"{sum(1 << number for number, digest in enumerate(tree.contents) if digest in missing):x}"
 
@@ -190,23 +186,23 @@ async def _receive_frames(
     reader: asyncio.StreamReader, take: Callable[[bytes], object], silence: float | None = _SILENCE
 ) -> None:
     """Take the frames up to the empty one, in a thread; after a failure read on, as the sender reads only then."""
-    failure: SyncError | None = None
+    failure: LaunchError | None = None
     try:
         while size := int.from_bytes(await asyncio.wait_for(reader.readexactly(4), silence), "big"):
             if size == _FAILED:
-                raise SyncError(str(((await messages.receive(reader, _SILENCE)) or {}).get("reason")))
+                raise LaunchError(str(((await messages.receive(reader, _SILENCE)) or {}).get("reason")))
             if size > FRAME:
-                raise SyncError(f"a frame of {size} bytes; at most {FRAME} are allowed")
+                raise LaunchError(f"a frame of {size} bytes; at most {FRAME} are allowed")
             frame = await asyncio.wait_for(reader.readexactly(size), silence)
             if failure is None:
                 try:
                     await _in_thread(take, frame)
-                except SyncError as error:
+                except LaunchError as error:
                     failure = error
     except asyncio.TimeoutError:
-        raise SyncError(f"the other side has sent nothing for {_SILENCE:g} s") from None
+        raise LaunchError(f"the other side has sent nothing for {_SILENCE:g} s") from None
     except (asyncio.IncompleteReadError, OSError):
-        raise SyncError("the other side has disconnected") from None
+        raise LaunchError("the other side has disconnected") from None
     if failure is not None:
         raise failure
 
@@ -222,4 +218,4 @@ async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
     try:
         return await asyncio.to_thread(function, *args)
     except (StoreError, PackError, TreeError) as error:
-        raise SyncError(str(error)) from None
+        raise LaunchError(str(error)) from None

@@ -16,10 +16,6 @@ from torchx_monarch.transport.address import Address
 _SIOCGIFADDR = 0x8915
 
 
-class NetworkError(ValueError):
-    """An option names an address or interface that this machine does not have, or no port is free."""
-
-
 def interfaces() -> dict[str, str]:
     """Return the IPv4 addresses of this machine's interfaces, by interface name."""
     found = {}
@@ -39,7 +35,7 @@ def address_of(bind: str) -> str:
     if bind in addresses:
         return addresses[bind]
     listed = ", ".join(f"{name} ({address})" for name, address in addresses.items())
-    raise NetworkError(f"--bind {bind}: neither an address nor an interface of this machine, which has {listed}")
+    raise ValueError(f"--bind {bind}: neither an address nor an interface of this machine, which has {listed}")
 
 
 def expand_address(address: str, environ: Mapping[str, str], is_first: bool) -> str:
@@ -61,9 +57,9 @@ def expand_address(address: str, environ: Mapping[str, str], is_first: bool) -> 
     host = environ.get(name, "").strip()
     if host in ("", "localhost"):
         if not is_first and not name:
-            raise NetworkError(f"{address!r} does not say where replica 0 is, and there is no --role-registry to ask")
+            raise ValueError(f"{address!r} does not say where replica 0 is, and there is no --role-registry to ask")
         if not is_first and not host:
-            raise NetworkError(f"{name}={host!r} does not say where replica 0 is: this scheduler should have set it")
+            raise ValueError(f"{name}={host!r} does not say where replica 0 is: this scheduler should have set it")
         host = _own_name()
     return f"{scheme}:{host}:{port}"
 
@@ -118,7 +114,7 @@ def bind_port(bind: str, ports: tuple[int, int] | None) -> socket.socket:
             sock.close()
             failure = error.strerror
     what = "no port can be opened" if ports is None else f"none of the ports {low}-{high} (--ports) can be opened"
-    raise NetworkError(f"{what} on {address or 'any address'}: {failure}")
+    raise ValueError(f"{what} on {address or 'any address'}: {failure}")
 
 
 def gloo_interface(advertised_as: str) -> str:

@@ -18,16 +18,13 @@ from collections.abc import Callable
 from torchx_monarch.command.torchrun_options import TorchrunOptions
 from torchx_monarch.host.ranks.rank_process import watch_child
 from torchx_monarch.model.job_result import describe_code
+from torchx_monarch.model.world import LaunchError
 
 _PORT_TIMEOUT = 5.0
 """Seconds to wait for the user's port while the store of an attempt or a run that is ending still has it."""
 
 _BACKLOG = 4096
 """Connections that wait at most until the process accepts them: ranks start at the same time as it does."""
-
-
-class EndpointError(ValueError):
-    """Raised when the user's endpoint cannot be served; the message names the endpoint and the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +48,7 @@ class MasterEndpoint:
 
         The user's port is always used. The user's address (``--master-addr`` or the endpoint of a static rendezvous,
         else ``--local-addr``) is used on one machine only; ranks of several machines meet on replica 0's machine, at
-        the address that the other hosts have dialled. Raises ``EndpointError`` if the user's cannot be resolved.
+        the address that the other hosts have dialled. Raises ``LaunchError`` if the user's cannot be resolved.
         """
         named, is_local = options.static_endpoint, _is_loopback(advertised)
         if named is not None:
@@ -65,18 +62,18 @@ class MasterEndpoint:
         try:
             found = await asyncio.get_running_loop().getaddrinfo(address, None, type=socket.SOCK_STREAM)
         except OSError as error:
-            raise EndpointError(f"{option} cannot be resolved: {error.strerror}") from None
+            raise LaunchError(f"{option} cannot be resolved: {error.strerror}") from None
         resolved = sorted(found, key=lambda info: info[0] != socket.AF_INET)
         return cls(address, port, str(resolved[0][4][0]), option)
 
-    def refusal(self, error: OSError) -> EndpointError:
+    def refusal(self, error: OSError) -> LaunchError:
         if error.errno == errno.EADDRNOTAVAIL and self.option:
             what = f"{self.option} is no address of this host, where the ranks are to meet"
-            return EndpointError(f"{what}. Leave it out, or name an address of the host of replica 0")
+            return LaunchError(f"{what}. Leave it out, or name an address of the host of replica 0")
         if not self.port:
-            return EndpointError(f"no port can be opened on {self.bind or 'any address'}: {error.strerror}")
+            return LaunchError(f"no port can be opened on {self.bind or 'any address'}: {error.strerror}")
         what = f"--master-port={self.port} cannot be opened on {self.bind or 'any address'}: {error.strerror}"
-        return EndpointError(f"{what}. Choose another port, or leave it out for a free one")
+        return LaunchError(f"{what}. Choose another port, or leave it out for a free one")
 
 
 def _is_loopback(address: str) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
-from torchx_monarch.host.ranks.master_store import EndpointError, MasterEndpoint
+from torchx_monarch.host.ranks.master_store import MasterEndpoint
 from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
 from torchx_monarch.host.ranks.rank_output import RankLogs
 from torchx_monarch.host.ranks.rank_process import Rank, RankProcess, end_orphans
@@ -109,11 +109,8 @@ class RankPool:
 
     async def serve_store(self, bind: str, advertised: str, hosts: int) -> tuple[str, int, bool]:
         """Open the port where the ranks meet, on rank 0's host (``OpenStore``)."""
-        try:
-            endpoint = await MasterEndpoint.create(self.run.command.options, bind, advertised, hosts)
-            port, served = await self.starter.open_store(endpoint)
-        except EndpointError as error:
-            raise LaunchError(str(error)) from None
+        endpoint = await MasterEndpoint.create(self.run.command.options, bind, advertised, hosts)
+        port, served = await self.starter.open_store(endpoint)
         if self._is_retired:  # the run has ended meanwhile
             self.starter.store.end()
         return endpoint.address, port, served
