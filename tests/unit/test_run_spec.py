@@ -42,7 +42,7 @@ def spec(*words: str, modules: tuple[str, ...] = ("torch",), cwd: str | None = N
     ],
 )
 def test_the_interpreter_of_the_zygote(run: RunSpec, python: list[str], preloads: list[str]) -> None:
-    assert (run.zygote_command(run.command.program_of(0)), run.preload) == (python, preloads)
+    assert (run.zygote_command(), run.preload) == (python, preloads)
 
 
 @pytest.mark.parametrize(("target", "leads"), [("prog0.py", True), ("prog${local_rank}.py", False)])

@@ -74,12 +74,7 @@ class RankStarter:
         return self.count
 
     async def open_store(self, endpoint: MasterEndpoint) -> tuple[int, bool]:
-        """Open the port where the ranks meet (see ``MasterStore.open``).
-
-        Raises:
-            EndpointError: the endpoint cannot be opened.
-            LaunchError: a zygote cannot be started.
-        """
+        """Open the port where the ranks meet (see ``MasterStore.open``)."""
         zygote = await self.importer()
         return await self.store.open(endpoint, zygote is not None and (await zygote.imports())["serves_store"])
 

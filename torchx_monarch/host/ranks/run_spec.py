@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
-from torchx_monarch.command.command import Command, CommandError, Program, TorchrunOptions
+from torchx_monarch.command.command import Command, CommandError, TorchrunOptions
 from torchx_monarch.host.ranks.leading_statements import Statement, leading_statements, program_folder
 from torchx_monarch.host.ranks.preloaded_modules import is_read_at_import
 from torchx_monarch.model.env_names import is_for_hosts, keep_monarch_log_private
@@ -78,9 +78,9 @@ class RunSpec:
             typed[0] = sys.executable
         return [*typed, "-u"]
 
-    def zygote_command(self, program: Program) -> list[str]:
+    def zygote_command(self) -> list[str]:
         """Return the interpreter of the zygote: the program's, or a bare one if the zygote imports nothing."""
-        options = self.command.options
+        options, program = self.command.options, self.command.program_of(0)
         # Only torch can resolve the number of ranks and the CPUs, even if the program is not Python.
         asks_torch = options.numa_binding is not None or not options.nproc_per_node.isdigit()
         ahead = program.mode != "exec" and self.preload
@@ -135,7 +135,7 @@ class RunSpec:
 
     def signature(self, count: int) -> object:
         """Return the value that two runs share if the zygote of one can start the ranks of the other, a number each."""
-        environ, command = self.start_environ(count), self.zygote_command(self.command.program_of(0))
+        environ, command = self.start_environ(count), self.zygote_command()
         read = {name: value for name, value in environ.items() if self._is_read_early(name)}
         led = ([text for _, text in self.leading], dict(self.added), self.cwd) if self.leading else ()
         return command, self.preload, led, read, self.start_folder()

@@ -85,7 +85,7 @@ class Zygote:
 
     def _import(self, answering: Coroutine[Any, Any, dict[str, Any]]) -> None:
         self._importing = asyncio.ensure_future(answering)
-        self._importing.add_done_callback(_retrieve)
+        self._importing.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._importing.add_done_callback(self._set_imported)
 
     def lead(self, run: RunSpec, count: int) -> None:
@@ -186,7 +186,7 @@ class Zygote:
         exchange = asyncio.ensure_future(self._exchange(op, line, held, timeout))
         self._exchanges.add(exchange)
         exchange.add_done_callback(self._exchanges.discard)
-        exchange.add_done_callback(_retrieve)
+        exchange.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(exchange)
 
     async def _exchange(self, op: str, line: bytes, held: Sequence[int], timeout: float) -> dict[str, Any]:
@@ -255,7 +255,7 @@ class Zygotes:
         try:
             zygote = found or Zygote(self._start(run, count), self._limits[0], self._say)
         except OSError as error:
-            python = run.zygote_command(run.command.program_of(0))[0]
+            python = run.zygote_command()[0]
             reason = f"cannot start the Python interpreter {python!r}: {error.strerror}{open_files.hint(error)}"
             raise LaunchError(reason) from None
         others = [other for other in self._zygotes if other is not zygote]
@@ -295,9 +295,3 @@ def _name(description: Mapping[str, Any]) -> str:
     if description["python"]:
         return f"the Python interpreter {description['python'][0]!r}"
     return f"rank {description['env']['RANK']}"
-
-
-def _retrieve(task: asyncio.Future[Any]) -> None:
-    """Take the exception of a task, which asyncio otherwise reports if nobody awaits the task again."""
-    if not task.cancelled():
-        task.exception()

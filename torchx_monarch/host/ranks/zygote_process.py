@@ -42,7 +42,7 @@ class ZygoteProcess:
         with far_end:
             try:
                 self.process = subprocess.Popen(
-                    [*run.zygote_command(program), _ZYGOTE_MAIN, str(far_end.fileno()), str(os.getpid()), title],
+                    [*run.zygote_command(), _ZYGOTE_MAIN, str(far_end.fileno()), str(os.getpid()), title],
                     pass_fds=(far_end.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
