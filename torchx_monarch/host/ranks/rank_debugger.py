@@ -74,26 +74,23 @@ def _wait(frame: FrameType, host: str, rank: int, own_files: Collection[str]) ->
     global _expired
     code = frame.f_code
     place = {"rank": rank, "file": code.co_filename, "line": frame.f_lineno, "function": code.co_name}
-    link = socket.socket(socket.AF_UNIX)
-    try:
-        link.connect(host)
-        _send(link, type="breakpoint", **place)
-        with link.makefile("rb", 0) as file:  # without a buffer: what follows the line is for the terminal
-            answer = json.loads(file.readline() or "{}")  # until replica 0 answers, or the connection ends
-        if answer.get("type") != "attach":
-            _expired = answer.get("type") == "expired"
-            link.close()
+    with contextlib.ExitStack() as unattached:
+        link = unattached.enter_context(socket.socket(socket.AF_UNIX))
+        try:
+            link.connect(host)
+            _send(link, type="breakpoint", **place)
+            with link.makefile("rb", 0) as file:  # without a buffer: what follows the line is for the terminal
+                answer = json.loads(file.readline() or "{}")  # until replica 0 answers, or the connection ends
+            if answer.get("type") != "attach":
+                _expired = answer.get("type") == "expired"
+                return None
+            terminal = _Terminal(link, answer)
+        except (OSError, ValueError) as error:
+            with contextlib.suppress(OSError):
+                _send(link, type="end", reason=f"goes on: no terminal can be opened: {error}")
+            print(f"[monarch] no debugger can be attached: {error}", file=sys.stderr)
             return None
-        terminal = _Terminal(link, answer)
-    except (OSError, ValueError) as error:
-        with contextlib.suppress(OSError):
-            _send(link, type="end", reason=f"goes on: no terminal can be opened: {error}")
-        link.close()
-        print(f"[monarch] no debugger can be attached: {error}", file=sys.stderr)
-        return None
-    except BaseException:
-        link.close()
-        raise
+        unattached.pop_all()
     with terminal.in_use():  # Pdb imports readline, which asks what kind of terminal stdout is
         return _Debugger(terminal, own_files)
 
