@@ -87,23 +87,20 @@ class Identity:
         """The paths of certificate, key and authority."""
         return self.certificate, self.key, self.authority
 
+    # Replica 0 connects to every host, and a context takes as long to create as a handshake.
+    @functools.lru_cache(maxsize=4)  # noqa: B019  # a process has one identity
     def context(self, server: bool) -> ssl.SSLContext:
         """Return an SSL context for TLS 1.3 that requires a certificate from the peer."""
-        return _context(self, server)
-
-
-@functools.lru_cache(maxsize=4)  # replica 0 connects to every host; a context takes as long to create as a handshake
-def _context(identity: Identity, server: bool) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.load_cert_chain(identity.certificate, identity.key)
-    context.load_verify_locations(identity.authority)
-    if server:
-        context.num_tickets = 0  # tickets resume sessions, and no host or client connects twice
-        if identity.client_authority:
-            context.load_verify_locations(cadata=identity.client_authority)
-    return context
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_cert_chain(self.certificate, self.key)
+        context.load_verify_locations(self.authority)
+        if server:
+            context.num_tickets = 0  # tickets resume sessions, and no host or client connects twice
+            if self.client_authority:
+                context.load_verify_locations(cadata=self.client_authority)
+        return context
 
 
 def is_client(writer: asyncio.StreamWriter) -> bool:
@@ -243,7 +240,7 @@ class Listener:
             task.add_done_callback(self._all.discard)
             task.add_done_callback(self._forget_unauthenticated)
             # A task that is cancelled before its first step does not close the connection.
-            task.add_done_callback(functools.partial(_close, connection))
+            task.add_done_callback(lambda _, connection=connection: connection.close())  # type: ignore[misc]
 
     def _forget_unauthenticated(self, task: asyncio.Task[None]) -> None:
         if timer := self._unauthenticated.pop(task, None):
@@ -275,7 +272,3 @@ class Listener:
             pass
         finally:
             writer.transport.abort()
-
-
-def _close(connection: socket.socket, _task: asyncio.Task[None]) -> None:
-    connection.close()
