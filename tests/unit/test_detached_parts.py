@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -29,12 +27,10 @@ from torchx.specs import (
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import gpus, render
-from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.schedulers import monarch_local
-from torchx_monarch.supervisor.replica import ReplicaRequest
-from torchx_monarch.system import processes, safe_files
+from torchx_monarch.system import processes
 
 words = st.text(max_size=20)
 names = st.text("abcXYZ019_-. /\u00e9", min_size=1, max_size=12)
@@ -60,10 +56,6 @@ ROLE = Role(
 
 def submitted_app(app: AppDef) -> SubmittedApp:
     return SubmittedApp(app, [RoleSpec.from_role(role) for role in app.roles])
-
-
-def rendered(app: AppDef, **options: Any) -> LocalRequest:
-    return render.render(app, [RoleSpec.from_role(role) for role in app.roles], **options)
 
 
 @pytest.mark.parametrize("role", [ROLE, Role("r", image="", resource=NULL_RESOURCE)])
@@ -123,19 +115,9 @@ def test_gpus_that_are_not_divided(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("divides so many") == 1
 
 
-def test_rendering_leaves_the_app_alone() -> None:
-    app = AppDef(
-        "a", [Role("r", image="", entrypoint="x", args=["${app_id}"], env={"A": "${replica_id}"}, num_replicas=2)]
-    )
-    before = copy.deepcopy(app)
-    request = rendered(app, grace=1)
-    assert app == before
-    assert request.roles[0].replicas[1] == ReplicaRequest(["x", request.app_id], {"A": "1"}, os.getcwd())
-
-
 @pytest.mark.parametrize("name", ["a", "a/b", "", "..", "-x", "\u540d\u524d", "x" * 300, "a b\n"])
 def test_app_ids(name: str) -> None:
-    app_id = rendered(AppDef(name, []), grace=1).app_id
+    app_id = render.render(AppDef(name, []), [], grace=1).app_id
     assert state_files.is_app_id(app_id)
     assert app_id[0] not in "-." and len(app_id) < 130
 
@@ -184,23 +166,6 @@ def test_json_files_are_replaced_whole(tmp_path: Path) -> None:
         assert state_files.load_undamaged(dict, path) is None
     with pytest.raises(OSError):
         state_files.write_json(str(tmp_path / "no" / "f.json"), {})
-
-
-def test_the_last_word_uses_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reserve, status = str(tmp_path / "reserve"), str(tmp_path / "status.json")
-    safe_files.make_reserve(reserve, 64 * 1024)
-    state_files.write_json(status, {"state": "RUNNING"})
-
-    def full(path: str, value: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(state_files, "write_json", full)
-        state_files.write_last_json(status, {"state": "FAILED"}, reserve)
-        with pytest.raises(OSError, match="No space left on device"):  # without a reserve: there was never room
-            state_files.write_last_json(status, {"state": "FAILED"}, reserve)
-    assert state_files.load_undamaged(dict, status) == {"state": "FAILED"}
-    assert not os.path.exists(reserve)
 
 
 def test_events(tmp_path: Path) -> None:

@@ -14,9 +14,7 @@ from torchx_monarch.controller.host_events import (
     HostLost,
     HostPreempted,
     Interrupted,
-    RunEndRequested,
     StopRequested,
-    concerns_hosts,
     signalled,
 )
 from torchx_monarch.model.host_facts import Registration
@@ -24,8 +22,6 @@ from torchx_monarch.model.job_result import JobResult
 
 HOST = Registration(1, "node7", 4711, 1)
 LOST = HostLost(1, JobResult(1, "lost"))
-RUN_END = RunEndRequested(0, JobResult(143, "ended", stopped=True))
-STOP = StopRequested(0, JobResult(143, "stopped", stopped=True))
 
 
 def test_an_event_interrupts_every_wait_until_it_is_settled() -> None:
@@ -68,30 +64,6 @@ def test_what_is_done_already_is_not_interrupted() -> None:
         events.post(LOST)
         assert await events.interrupt(done) == 7
         assert events.pending == [LOST]
-
-    asyncio.run(main())
-
-
-def test_a_wait_may_leave_some_events_to_a_later_one() -> None:
-    async def main() -> None:
-        events = HostEvents()
-        events.post(RUN_END)
-        waiting = asyncio.ensure_future(events.next(concerns_hosts))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        events.post(STOP)
-        assert await waiting is STOP
-        assert events.pending == [RUN_END, STOP]
-        assert events.settle_all(lambda event: event is RUN_END) == [RUN_END]
-        assert events.pending == [STOP]
-
-    asyncio.run(main())
-
-
-def test_an_error_of_the_work_is_its_own() -> None:
-    async def main() -> None:
-        with pytest.raises(asyncio.TimeoutError):
-            await HostEvents().interrupt(asyncio.wait_for(asyncio.sleep(60), 0.01))
 
     asyncio.run(main())
 

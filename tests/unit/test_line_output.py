@@ -88,27 +88,6 @@ def test_a_line_without_end_is_shown_as_it_comes(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_bytes() == text + b"end\nnext\n"
 
 
-def test_lines_of_others_between_two_pieces(tmp_path: Path) -> None:
-    console, piece = tmp_path / "console", b"x" * (2 * LONGEST)
-
-    async def program(out: Console) -> None:
-        long, short = Rank(out, "[default0]:"), Rank(out, "[default1]:")
-        await long.write(piece)
-        first = await shown(console, lambda data: len(data) > LONGEST)
-        await short.write(b"short\n")
-        await shown(console, lambda data: b"short" in data)
-        await long.write(piece + b"\n")
-        await shown(console, lambda data: len(data) > 4 * LONGEST)
-        assert first.startswith(b"[default0]:x")
-        await long.end()
-        await short.end()
-
-    first, short, rest = on_console(console, program).splitlines()
-    assert short == b"[default1]:short"
-    assert rest.startswith(b"[default0]:[continued] x")
-    assert first.count(b"x") + rest.count(b"x") == 4 * LONGEST
-
-
 def test_an_unfinished_line_is_ended_before_the_host_speaks(tmp_path: Path) -> None:
     console = tmp_path / "console"
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import signal
+import time
+from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
 import pytest
@@ -20,6 +22,7 @@ from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.transport import lease
 from torchx_monarch.transport.connections import Address
 
 
@@ -106,5 +109,24 @@ def test_losses_and_errors_of_spare_hosts_are_no_events(address: Address) -> Non
         member._writer.close()
         assert (await asyncio.wait_for(first.events.next(), WITHIN)).replica == 1
         await first.announce(JobResult(0, ""), 5)
+
+    asyncio.run(main())
+
+
+def test_time_in_which_this_process_has_not_run_counts_for_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = [0.0]
+    monkeypatch.setattr(lease, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(stopped)))
+
+    async def main() -> None:
+        expired: list[str] = []
+        leases: lease.Leases[str] = lease.Leases(1.0, expired.append)
+        leases.start()
+        leases.renew("peer")
+        assert leases.own_pause == 0
+        stopped.append(2.5)  # at once, as with SIGSTOP
+        await until_async(lambda: leases._silence["peer"], "the look that was due")
+        assert not expired
+        assert leases.own_pause > 2.0
+        leases.stop()
 
     asyncio.run(main())

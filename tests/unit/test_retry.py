@@ -147,7 +147,6 @@ def test_ends_are_known_at_the_next_start(own: Path) -> None:
         assert stored == replace(FAILED, failed_at=5.0, restarts=1)
         assert again.end(stored)
     assert not (own / "shared").exists()
-    assert not (own / "shared").exists()
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"restarts": "x"}', '{"restarts": 0, "message": 1, "final": "w"}'])

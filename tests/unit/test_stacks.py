@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
-import tempfile
-import threading
 
 import pytest
 
@@ -51,23 +48,6 @@ def test_the_main_thread_comes_first_and_our_frames_are_left_out() -> None:
 def test_frames_of_ours_above_the_program_stay() -> None:
     frames = parse_faulthandler('Thread 0x1 (most recent call first):\n  File "/us/a.py", line 1 in f\n', ())[0].frames
     assert frames == (Frame("/us/a.py", 1, "f"),)
-
-
-def test_what_faulthandler_prints_here_is_parsed() -> None:
-    waiting = threading.Event()
-    other = threading.Thread(target=waiting.wait)
-    other.start()
-    try:
-        with tempfile.TemporaryFile("w+") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.seek(0)
-            stacks = parse_faulthandler(file.read())
-    finally:
-        waiting.set()
-        other.join()
-    assert len(stacks) >= 2
-    assert any(frame.function == "test_what_faulthandler_prints_here_is_parsed" for frame in stacks[0].frames)
-    assert any(frame.function == "wait" for stack in stacks[1:] for frame in stack.frames)
 
 
 @pytest.mark.parametrize(

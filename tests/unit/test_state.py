@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from torchx.runner import Runner
 from torchx.specs import AppDef, Role
 
 from torchx_monarch.backends.core.apps import Apps
@@ -19,7 +18,6 @@ from torchx_monarch.command.rewrite import hold
 from torchx_monarch.components import controller
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec, WorkloadKind, is_sidecar, mark_sidecar
 from torchx_monarch.model.state import State
-from torchx_monarch.schedulers import monarch_local
 
 MARKED = {"monarch": {"sidecar": True}}
 
@@ -311,14 +309,6 @@ def test_hosts_that_wait_end_with_those_of_the_first_role() -> None:
     roles = [Role(name, "", entrypoint="torchrun", args=["a.py"]) for name in ("a", "b")]
     assert [is_sidecar(role) for role in hold(AppDef("app", roles)).roles] == [False, True]
     assert not any(role.metadata for role in roles)
-
-
-def test_the_local_request_says_which_roles_are_sidecars() -> None:
-    roles = [Role("a", "", entrypoint="sh", args=["-c", "true"], num_replicas=3, min_replicas=2)]
-    roles.append(Role("b", "", entrypoint="sh", args=["-c", "true"], metadata=MARKED))
-    with Runner("torchx", {"monarch_local": monarch_local}) as runner:
-        request = runner.dryrun(AppDef("app", roles), "monarch_local").request
-    assert [role.spec for role in request.roles] == [RoleSpec("a", 3, 2), RoleSpec("b", sidecar=True)]
 
 
 SPARED: dict[str, Any] = {"min_replicas": 2, "spares": 1, "workload": WorkloadKind.RANKS}

@@ -20,8 +20,6 @@ from torchx_monarch.transport.messages import open_streams
 _NAME = "node7"
 _LIMIT = 1 << 16
 
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
 
 @pytest.fixture
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -35,39 +33,6 @@ def pair() -> tuple[socket.socket, socket.socket]:
 @pytest.fixture
 def identity(tmp_path: Path) -> Identity:
     return Identity.from_credentials(credentials.create()[0], {_NAME}, str(tmp_path))
-
-
-async def both(
-    pair: tuple[socket.socket, socket.socket], server: ssl.SSLContext | None, client: ssl.SSLContext | None
-) -> tuple[Streams, Streams]:
-    """Open streams at both ends."""
-    return await asyncio.gather(
-        open_streams({"sock": pair[0]}, server, None, 60.0), open_streams({"sock": pair[1]}, client, _NAME, 60.0)
-    )
-
-
-@pytest.mark.parametrize("tls", [True, False])
-def test_data_passes_both_ways_to_the_end(
-    pair: tuple[socket.socket, socket.socket], identity: Identity, tls: bool
-) -> None:
-    contexts = [identity.context(server=server) if tls else None for server in (True, False)]
-    much = bytes(range(256)) * 10_000  # more than the buffers of the sockets and one TLS record hold
-
-    async def run() -> None:
-        (reader, writer), (peer_reader, peer_writer) = await both(pair, *contexts)
-        assert bool(writer.get_extra_info("peercert")) == tls
-        for sends, receives in ((writer, peer_reader), (peer_writer, reader)):
-            sends.write(much)
-            received, _ = await asyncio.wait_for(asyncio.gather(receives.readexactly(len(much)), sends.drain()), 60)
-            assert received == much
-        writer.close()
-        assert await asyncio.wait_for(peer_reader.read(), 60) == b""
-        peer_writer.close()
-        for stream in (writer, peer_writer):
-            await asyncio.wait_for(stream.wait_closed(), 60)
-
-    asyncio.run(run())
-    assert all(end.fileno() == -1 for end in pair)
 
 
 def test_a_failed_handshake_closes_the_socket(pair: tuple[socket.socket, socket.socket], identity: Identity) -> None:

@@ -111,6 +111,16 @@ def test_a_host_that_waits_for_its_restart_is_not_started_after_its_role_has_suc
     assert loop.started == ["r/0", "r/1", "r/1"]
 
 
+def test_a_replica_can_be_spared_and_a_second_cannot(make: Callable[..., Loop]) -> None:
+    loop = make(RoleSpec("r", 3, min_replicas=2))
+    loop.end("r/1", State.FAILED)
+    spared = [event["message"] for event in events.read(loop._paths.events)[0] if event["kind"] == "replica_spared"]
+    assert len(spared) == 1 and spared[0].endswith("; 2 of 3 are left, and 2 are enough")
+    assert loop._outcome is None
+    loop.end("r/2", State.FAILED)
+    assert loop._outcome is not None and loop._outcome.state is State.FAILED
+
+
 def test_a_host_has_some_time_more_than_a_program_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_module, "time", SimpleNamespace(monotonic=lambda: 100.0))
     monkeypatch.setattr(processes, "hosts", lambda pids: {1: [], 2: [7]})

@@ -73,16 +73,6 @@ def test_what_a_run_has_put_in_the_place_of_code_is_not_followed(tmp_path: Path,
     assert (outside / "m.py").read_text() == "precious"
 
 
-def test_only_what_is_missing_comes(tmp_path: Path, store: CodeStore) -> None:
-    root = write(tmp_path / "ws", {"a.py": "1", "b.py": "2", "same/b.py": "2"})
-    assert len(store.expect(tree_of(root))) == 2
-    send(root, store)
-    (root / "a.py").rename(root / "moved.py")
-    assert store.expect(tree_of(root)) == []
-    write(root, {"a.py": "3"})
-    assert len(store.expect(tree_of(root))) == 1
-
-
 def test_a_folder_is_brought_from_tree_to_tree_and_keeps_results(tmp_path: Path, store: CodeStore) -> None:
     root = write(tmp_path / "ws", {"train.py": "1", "old/gone.py": "", "pkg/m.py": "1"})
     first = send(root, store)

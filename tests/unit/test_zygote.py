@@ -51,18 +51,6 @@ def test_a_cancelled_order_does_not_leave_its_answer_to_the_next() -> None:
     asyncio.run(main())
 
 
-def test_a_zygote_that_ends_is_named_with_the_signal() -> None:
-    async def main() -> None:
-        with started() as zygote:
-            assert (await zygote.imports())["unsafe"] == ""
-            os.kill(zygote.pid, signal.SIGKILL)
-            with pytest.raises(ZygoteError, match=rf"^the zygote \(pid {zygote.pid}\) was killed by signal 9"):
-                await zygote.ask(NOTHING)
-            assert zygote.ended and not zygote.ready
-
-    asyncio.run(main())
-
-
 def test_a_zygote_ends_as_the_copy_that_goes_on_after_a_rejected_import() -> None:
     async def main() -> None:
         with started("json") as zygote:
