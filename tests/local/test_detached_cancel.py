@@ -83,14 +83,6 @@ def test_replicas_are_stopped_side_by_side(apps: Detached, tmp_path: Path) -> No
     assert apps.wait(app_id).state is AppState.CANCELLED
 
 
-def test_killing_now(apps: Detached, tmp_path: Path) -> None:
-    app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=NEVER)
-    until(lambda: pid_in(tmp_path / "main"), "the start")
-    apps.scheduler.apps.cancel(app_id, 0)
-    assert apps.wait(app_id).state is AppState.CANCELLED
-    assert got(tmp_path, "main") == []
-
-
 def test_a_second_cancel_is_harmless_and_a_shorter_grace_counts(apps: Detached, tmp_path: Path) -> None:
     app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=NEVER)
     until(lambda: pid_in(tmp_path / "main"), "the start")

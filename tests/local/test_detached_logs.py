@@ -28,20 +28,6 @@ def test_bytes_that_are_no_text(apps: Detached) -> None:
     assert apps.log(app_id) == ["a\ufffd\ufffd\r\0b\n", "\u00e9\u65e5\n"]
 
 
-def test_much_output_is_complete(apps: Detached) -> None:
-    app_id = apps.run(py("import sys\nfor i in range(200000): sys.stdout.write(f'line {i}\\n')"))
-    apps.wait(app_id)
-    log = apps.log(app_id)
-    assert len(log) == 200000 and log[-1] == "line 199999\n"
-
-
-def test_following_a_role_that_starts_late(apps: Detached) -> None:
-    """A replica that never started has an empty log, which ends with the app."""
-    app_id = apps.run(sh("true"))
-    apps.wait(app_id)
-    assert apps.log(app_id, should_tail=True) == []
-
-
 def test_output_of_orphans_is_kept_while_the_app_runs(apps: Detached, tmp_path: Path) -> None:
     (tmp_path / "orphan.sh").write_text(f"while ! test -e {tmp_path}/late; do sleep 0.02; done; echo late")
     role = sh(f"sh {tmp_path}/orphan.sh & exit 0", name="side")

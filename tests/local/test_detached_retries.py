@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from torchx.specs import AppDef, AppState, RetryPolicy, Role
+from torchx.specs import AppDef, AppState, RetryPolicy
 
-from tests.local.detached import Detached, lives, pid_in, sh
+from tests.local.detached import Detached, lives, pid_in, py, sh
 from tests.waits import until
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.backend import LocalOpts
@@ -36,43 +36,6 @@ def test_a_program_that_fails_is_started_again_alone(apps: Detached, tmp_path: P
     status = apps.wait(app_id)
     assert (status.state, status.num_restarts) == (S, 1)
     assert starts(tmp_path, "main0") == starts(tmp_path, "other") == ["0"]
-
-
-#: Ranks of two roles that note their starts. Rank 1 of the first role fails once, when all ranks have started.
-RANKS = """
-import os, sys, time
-folder, role = sys.argv[1:]
-name = role + os.environ["RANK"]
-with open(f"{folder}/{name}", "a") as file:
-    file.write("started ")
-def starts(name):
-    return len(open(f"{folder}/{name}").read().split()) if os.path.exists(f"{folder}/{name}") else 0
-while not all(map(starts, ["main0", "main1", "other0"])):
-    time.sleep(0.02)
-if role == "main" and starts(name) == 1:
-    sys.exit(1) if name == "main1" else time.sleep(1000)
-while starts("main1") == 1:
-    time.sleep(0.02)
-"""
-
-
-@pytest.mark.parametrize(
-    ("policy", "others"),
-    [(RetryPolicy.ROLE, 1), (RetryPolicy.APPLICATION, 2)],
-)
-def test_hosts_end_and_begin_again_together(apps: Detached, tmp_path: Path, policy: RetryPolicy, others: int) -> None:
-    """The supervisor restarts each replica alone; hosts of a role, and with APPLICATION of all roles, end together."""
-    (tmp_path / "ranks.py").write_text(RANKS)
-
-    def role(name: str, hosts: int) -> Role:
-        words = ["--nnodes", str(hosts), "--nproc-per-node", "1", str(tmp_path / "ranks.py"), str(tmp_path), name]
-        more = {"num_replicas": hosts, "max_retries": 1, "retry_policy": policy}
-        return Role(name, "", entrypoint="torchrun", args=words, **more)
-
-    app_id = apps.run(role("main", 2), role("other", 1), preload="none")
-    status = apps.wait(app_id)
-    assert (status.state, status.num_restarts) == (S, 2 if policy is RetryPolicy.REPLICA else 1), status.msg
-    assert [len(starts(tmp_path, name)) for name in ("main0", "main1", "other0")] == [2, 2, others]
 
 
 def test_nothing_of_a_failed_start_lives_on(apps: Detached, tmp_path: Path) -> None:
@@ -132,15 +95,13 @@ def test_a_host_that_replaces_another_ends_when_its_role_has_succeeded_meanwhile
     assert (status.state, status.num_restarts) == (S, 1)
 
 
-def test_sidecars_end_with_the_others(apps: Detached, tmp_path: Path) -> None:
-    side = f"trap 'touch {tmp_path}/told; exit 9' TERM; touch {tmp_path}/up; while true; do sleep 0.05; done"
-    main = UNTIL.format(folder=tmp_path, name="up")
-    sidecar = sh(side, name="side", metadata={"monarch": {"sidecar": True}})
-    app_id = apps.run(sh(main, name="main", replicas=2), sidecar)
-    status = apps.wait(app_id)
-    assert status.state is S
-    assert apps.states(app_id) == {"main/0": S, "main/1": S, "side/0": C}
-    assert (tmp_path / "told").exists()
+def test_a_host_that_comes_too_late_does_not_keep_the_app(apps: Detached) -> None:
+    host = "os.execv(sys.executable, [sys.executable, '-m', 'torchx_monarch.host', '--app', 'a', '--role', 'r',"
+    words = "'--replica', '1', '--replicas', '2', '--preload', '', '--', 'torchrun', '--nnodes', '1:2', os.devnull])"
+    code = f"import os, sys\nif sys.argv[1] == '1':\n    {host} {words}"
+    app_id = apps.run(py(code, "${replica_id}", replicas=2, min_replicas=1))
+    assert apps.wait(app_id).state is S
+    assert apps.states(app_id) == {"r/0": S, "r/1": C}
 
 
 def test_siblings_may_end_by_themselves(apps: Detached, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def log(runner: Runner, handle: str, role: str, k: int = 0) -> str:
     return "\n".join(runner.log_lines(handle, role, k))
 
 
-@pytest.mark.nightly("5 s of processor time for each; monarch_slurm runs the program every time")
+@pytest.mark.nightly("5 s of processor time for each; the other tests have the parts of the program")
 @pytest.mark.parametrize("kind", ["MonarchJob", "ProcessJob"])
 def test_a_program_of_monarchs_documentation(tmp_path: Path, runner: Runner, kind: str) -> None:
     """The same program with Monarch's own job and with ours: the constructor is all that differs."""

@@ -183,17 +183,8 @@ def test_nothing_of_it_reaches_the_programs_files(folder: Path, script: Callable
 
 
 def test_a_program_that_is_not_python_is_not_signalled(folder: Path) -> None:
-    command = [
-        "torchrun",
-        "--nproc-per-node",
-        "1",
-        "--no-python",
-        "--tee",
-        "3",
-        "sh",
-        "-c",
-        "sleep 1000 & until grep -q sleep /proc/$!/comm; do :; done; echo ready; wait",
-    ]
+    waits = "sleep 1000 & until grep -q sleep /proc/$!/comm; do :; done; echo ready; wait"
+    command = [*["torchrun", "--nproc-per-node", "1", "--no-python", "--tee", "3", "sh", "-c"], waits]
     hosts = Hosts(folder, command, options=NO_PRELOAD).start()
     wait_for(hosts, "ready", 1)
     stacks, _ = ask_stacks(hosts.client)

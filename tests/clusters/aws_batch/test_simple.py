@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from torchx.specs import AppDef, AppState, InvalidRunConfigException
+from torchx.specs import AppDef, InvalidRunConfigException
 
 from tests.clusters.aws_batch.apps import NAME, Apps, Aws, definitions, request_of
 from torchx_monarch.backends.aws_batch.request import TAG_VERSION
@@ -76,27 +76,6 @@ def test_a_job_that_is_refused_leaves_nothing(apps: Apps) -> None:
     """No such queue; the fixture looks at what is left."""
     with pytest.raises(RuntimeError, match="AWS: .*calling the SubmitJob operation: Job queue none does not exist"):
         apps.run(apps.torchrun("train.py"), queue="none", secret=True, execution_role_arn="arn:aws:iam::1:role/x")
-
-
-def test_a_request_is_submitted_once(apps: Apps) -> None:
-    info = apps.runner.dryrun(AppDef("app", [apps.role("true")]), NAME, cfg={"queue": "first"})
-    handle = apps.adopt(apps.runner.schedule(info))
-    with pytest.raises(ValueError, match="submitted already, as first:app-.*; another job needs another dry run"):
-        apps.runner.schedule(info)
-    assert list(dict(apps.listed())) == [handle]
-
-
-def test_unknown_apps(apps: Apps) -> None:
-    for app_id in ("first:never-was", "nonsense"):
-        assert apps.runner.status(f"{NAME}://torchx/{app_id}") is None
-        apps.runner.cancel(f"{NAME}://torchx/{app_id}")
-    handle = apps.run(apps.role("true"))
-    apps.wait(handle)
-    for words, text in ((("nobody", 0), "has no role 'nobody'"), (("trainer", 1), "trainer/1|no replica 1")):
-        with pytest.raises(ValueError, match=text):
-            list(apps.runner.log_lines(handle, *words))
-    apps.runner.cancel(handle)
-    assert apps.status(handle).state is AppState.SUCCEEDED
 
 
 def test_tags_and_console_link(apps: Apps, aws: Aws) -> None:

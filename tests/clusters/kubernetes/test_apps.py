@@ -16,14 +16,6 @@ from torchx_monarch.model.role_spec import mark_sidecar
 # The first test brings the cluster up, and may have to build it.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-SAYS = """
-    import os, sys
-    env = os.environ
-    print("rank", env["RANK"], "of", env["WORLD_SIZE"], "on", os.uname().nodename, env["MASTER_ADDR"], flush=True)
-    print("weird", repr(env["WEIRD"]), file=sys.stderr, flush=True)
-    print("secret", env.get("MONARCH_CREDENTIALS"), flush=True)
-"""
-
 WAITS = """
     import os, socket, sys, time
 
@@ -43,31 +35,6 @@ WAITS = """
         time.sleep(1000)
 """
 """Waits for the name ``go``; then the ranks named by its arguments kill their hosts. A later one ends at once."""
-
-
-@pytest.mark.nightly("11 s of processor time: the hosts do it, in tests/local/test_application.py every time")
-def test_all_roles_begin_again_when_one_has_failed(apps: Apps) -> None:
-    text = WAITS.replace("os.kill(os.getppid(), 9)  # the host", 'raise ValueError("boom")')
-    text += """
-    if rank in sys.argv[1:]:
-        raise ValueError("boom")
-    time.sleep(1000)
-"""
-    path = apps.program(text)
-    trainer = apps.torchrun(path, nproc=1, max_retries=1)
-    handle = apps.run(trainer, apps.torchrun(path, "1", name="reader", nproc=1, max_retries=1))
-
-    def logs() -> str:
-        return apps.log(handle) + apps.log(handle, "reader")
-
-    apps.until(lambda: logs().count("attempt 0") == 4, "the first start", handle)
-    apps.tell("go")
-    status = apps.wait(handle, AppState.FAILED)
-    assert status.num_restarts == 1, logs()
-    assert logs().count("FAILED: reader/1 failed: rank 1 (local rank 0 on ") == 2, logs()
-    # Though the trainers' pods may be the first to have ended.
-    assert status.msg.startswith("replica reader/"), status
-    assert json.loads(status.structured_error_msg)["message"]["message"].startswith("rank 1 (local rank 0 on ")
 
 
 def test_restarts_of_ranks_count_also_those_of_a_host_that_was_killed(apps: Apps) -> None:

@@ -11,7 +11,7 @@ import pytest
 from torchx.specs import AppState
 
 from tests.clusters.kubernetes.apps import Apps
-from tests.clusters.kubernetes.test_apps import SAYS, WAITS
+from tests.clusters.kubernetes.test_apps import WAITS
 from tests.waits import until
 from torchx_monarch.model.role_spec import mark_sidecar
 
@@ -20,6 +20,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 GROUP = "batch.volcano.sh"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 
+SAYS = """
+    import os, sys
+    env = os.environ
+    print("rank", env["RANK"], "of", env["WORLD_SIZE"], "on", os.uname().nodename, env["MASTER_ADDR"], flush=True)
+    print("weird", repr(env["WEIRD"]), file=sys.stderr, flush=True)
+    print("secret", env.get("MONARCH_CREDENTIALS"), flush=True)
+"""
 
 LAST = """
     import socket, time

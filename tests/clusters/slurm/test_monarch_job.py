@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torchx.specs import AppState
 
-from tests.clusters.slurm.apps import NAME, Apps
+from tests.clusters.slurm.apps import Apps
 from tests.clusters.slurm.cluster import SlurmCluster
-from tests.local.monarch_programs import DOCUMENTED, EXPECTED
 
 SERVICES = """
 import json
@@ -42,21 +40,6 @@ def client(cluster: SlurmCluster, folder: Path, text: str) -> tuple[Any, str]:
     done = subprocess.run(login, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
-
-
-@pytest.mark.nightly("7 s of processor time; monarch_local runs the same program every time")
-def test_a_program_of_monarchs_documentation(apps: Apps, cluster: SlurmCluster, tmp_path: Path) -> None:
-    text = DOCUMENTED.replace("{JOB}", "MonarchJob({'trainers': 2, 'dataloaders': 1}, 'monarch_slurm')").replace(
-        "{SETTLE}", ""
-    )
-    text = text.replace("{OTHER}", "MonarchJob({'trainers': 1, 'dataloaders': 1}, 'monarch_slurm')")
-    said, _ = client(cluster, tmp_path, text)
-    assert said == EXPECTED
-    app = apps.runner.list(NAME)[0]  # the newest; those of other tests are this user's, too
-    assert app.state is AppState.CANCELLED
-    lines = apps.output(app.app_handle, 0, role="trainers") + apps.output(app.app_handle, 1, role="trainers")
-    assert lines.count("Hello from Monarch") == 4
-    assert "INSECURE" not in lines
 
 
 @pytest.mark.nightly("9 s of processor time each; monarch_local has both every time")
