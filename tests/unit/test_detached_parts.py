@@ -26,7 +26,7 @@ from torchx.specs import (
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local import gpus
+from torchx_monarch.backends.local import gpus, render
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.schedulers import monarch_local

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import socket
-import stat
 import tty
 from collections.abc import Callable
 from pathlib import Path
@@ -175,32 +173,9 @@ def _terminal(path: Path) -> tuple[int, str]:
 @pytest.mark.parametrize("plant", [_fifo, _link, lambda path: None, lambda path: path.write_text("of an earlier job")])
 def test_any_other_named_file_is_replaced(plant: Callable[[Path], None], tmp_path: Path) -> None:
     plant(path := tmp_path / "file")
-    safe_files.replace_or_write(str(path), b"the cause")
+    safe_files.replace_file(str(path), b"the cause")
     assert path.read_bytes() == b"the cause" and path.lstat().st_mode & 0o170777 == 0o100600
     assert not (target := tmp_path / "target").exists() or target.read_text() == "secret"
-
-
-def test_a_device_is_written_and_stays() -> None:
-    master, path = _terminal(Path())
-    try:
-        safe_files.replace_or_write(path, b"the cause")
-        assert os.read(master, 100) == b"the cause" and stat.S_ISCHR(os.lstat(path).st_mode)
-    finally:
-        os.close(master)
-
-
-@pytest.mark.parametrize("number", [errno.EBUSY, errno.EACCES])
-def test_a_mount_point_is_written_in_place(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (path := tmp_path / "termination-log").write_text("longer than the cause")
-
-    def refused(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "replace", refused)
-    inode = path.stat().st_ino
-    safe_files.replace_or_write(str(path), b"the cause")
-    assert path.read_bytes() == b"the cause" and path.stat().st_ino == inode
-    assert os.listdir(tmp_path) == ["termination-log"]
 
 
 def test_only_names_as_a_host_writes_them_count_as_numbered(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Callable
 from typing import Any
 
@@ -78,9 +79,13 @@ def write(path: str, text: Callable[[int], str]) -> None:
     """Write an error file; on a full disk, write into its reserve file.
 
     ``text`` returns the content in at most the given number of bytes; 0 for no limit, and if the disk is not full.
+    A device of that name stays what it is.
     """
+    with contextlib.suppress(OSError):  # there is none
+        if stat.S_IFMT(os.lstat(path).st_mode) in (stat.S_IFCHR, stat.S_IFBLK):
+            return
     try:
-        safe_files.replace_or_write(path, text(0).encode())
+        safe_files.replace_file(path, text(0).encode())
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Open and read files that another user or a rank may have planted, replaced or filled.
 
-The rule for every file that others can reach: it is a regular file, the caller owns it, its name is no symbolic link,
-and at most a stated number of bytes is read from it. A FIFO, a device or a link to one neither blocks the caller nor is
-read. If the caller names a trusted folder, each folder between it and the file is checked in the same way. Each folder
-is opened relative to a descriptor of its parent, so that no name can be exchanged between check and use.
-
-Standard library only: the submit side and the job side both import this module.
+Every file that others can reach must be a regular file of the caller's and no symbolic link, and at most a stated
+number of bytes is read from it. If the caller names a trusted folder, each folder between it and the file is checked in
+the same way, and opened relative to a descriptor of its parent, so that no name can be exchanged between check and use.
 """
 
 from __future__ import annotations
@@ -183,35 +180,6 @@ def replace_file(path: str, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(aside)
         raise
-
-
-def replace_or_write(path: str, data: bytes) -> None:
-    """Write a file as ``replace_file`` does, or write to what cannot be replaced, whatever a rank has put there.
-
-    A device gets the data and stays what it is. So does a file that is a mount point or whose folder is not the
-    caller's to write, such as the ``/dev/termination-log`` of Kubernetes.
-    """
-    with contextlib.suppress(OSError):  # there is none
-        if stat.S_IFMT(os.lstat(path).st_mode) in (stat.S_IFCHR, stat.S_IFBLK):
-            _write_in_place(path, data)
-            return
-    try:
-        replace_file(path, data)
-    except OSError as error:
-        if error.errno not in (errno.EBUSY, errno.EACCES, errno.EROFS):
-            raise
-        _write_in_place(path, data)
-
-
-def _write_in_place(path: str, data: bytes) -> None:
-    """Replace the content of an existing file, or write to a device."""
-    fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            os.ftruncate(fd, 0)
-        write_all(fd, data)
-    finally:
-        os.close(fd)
 
 
 def numbered(folder: _Path, prefix: str) -> list[int]:
