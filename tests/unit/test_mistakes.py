@@ -24,6 +24,7 @@ from torchx_monarch.backends.core.backend import Capabilities
 from torchx_monarch.backends.core.errors import BackendError, MissingClientError
 from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.cli import torchx_errors
+from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.run_options import CheckedRunopts
 
@@ -154,6 +155,17 @@ def test_a_configuration_file(
     assert words in torchx(*command.split())
 
 
+def test_a_lighthouse_of_the_configuration_file(
+    torchx: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # has no torchft_lighthouse
+    monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / ".torchxconfig"))
+    (tmp_path / ".torchxconfig").write_text("[component:monarch.ft]\nlighthouse = head\n")
+    (tmp_path / "train.py").touch()
+    said = torchx("run", "-s", "monarch_local", "monarch.ft", "-j", "2x1", "train.py")
+    assert "--lighthouse head: use http" in said
+
+
 def test_an_option_that_is_none(torchx: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".torchxconfig").write_text("[monarch_local]\ngrace = None\n")
     monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / ".torchxconfig"))
@@ -250,6 +262,7 @@ def test_an_app_that_does_not_end_when_it_is_cancelled(monkeypatch: pytest.Monke
         ("run --scheduler=kubernetes utils.echo", DockerException("no daemon"), ""),
         ("status local_docker://x/y", DockerException("no daemon"), ""),
         ("run monarch.spmd a.py", MissingClientError("pip install it"), "pip install it"),
+        ("cancel acme://x/y", CommandError("there is no app", 66), "there is no app"),
         ("list", KeyboardInterrupt(), "interrupted"),
         ("run monarch.spmd a.py", ValueError("boom"), ""),
         ("run monarch.spmd a.py", ModuleNotFoundError("No module named 'x'", name="x"), ""),

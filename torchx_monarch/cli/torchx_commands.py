@@ -104,6 +104,6 @@ def _status_of_ours(handle: str, runner: Runner) -> AppStatus | None:
     """Return the status of a job; None for one of TorchX's own schedulers; raise CommandError if it does not exist."""
     if handle.partition("://")[0] not in registered():
         return None
-    if (status := runner.status(handle)) is None:  # the scheduler has raised in `torchx cancel` and `torchx delete`
+    if (status := runner.status(handle)) is None:
         raise handles.unknown(handle)
     return status

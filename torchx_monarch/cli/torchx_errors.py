@@ -41,6 +41,7 @@ def explain(error: BaseException) -> str:
     from torchx.schedulers import get_default_scheduler_name
     from torchx.specs.api import MalformedAppHandleException, UnknownSchedulerException
 
+    from torchx_monarch.cli.exit_codes import CommandError
     from torchx_monarch.schedulers import no_scheduler
     from torchx_monarch.schedulers.command import USER_ERRORS, subcommand
 
@@ -52,7 +53,7 @@ def explain(error: BaseException) -> str:
         return ""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    if isinstance(error, USER_ERRORS):
+    if isinstance(error, (*USER_ERRORS, CommandError)):
         return str(error)
     if isinstance(error, MalformedAppHandleException):
         return f"{error}. `torchx monarch ls` lists handles"

@@ -89,11 +89,11 @@ def _checked(args: argparse.Namespace) -> list[str]:
             _require_module(parsed.options["m"], folder)
         elif parsed.script:
             _require_script(os.path.join(folder, parsed.script))
-        beside = component == f"{_OWN}ft" and not {"lighthouse", "env"} & set(parsed.options)
-        if beside and shutil.which("torchft_lighthouse") is None:
-            _exit(
-                "torchft_lighthouse is not on PATH: pip install torchft-nightly, or use --lighthouse http://HOST:PORT"
-            )
+        if component == f"{_OWN}ft" and shutil.which("torchft_lighthouse") is None:
+            given = {*parsed.options, *config.load_sections("component").get(component, ())}
+            if not given & {"lighthouse", "env"}:  # env may name another PATH
+                advice = "pip install torchft-nightly, or use --lighthouse http://HOST:PORT"
+                _exit(f"torchft_lighthouse is not on PATH: {advice}")
     return [component, *parsed.words]
 
 
