@@ -377,12 +377,13 @@ def test_a_job_that_is_queued_again_after_a_failure_runs(
     assert job.load_ending() is None
 
 
-def test_a_group_whose_node_was_lost_has_failed_though_the_job_runs(
-    runner: Runner, job: JobFolder, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("more", [{}, {"min_groups": 0, "spares": 1}])
+def test_a_group_or_a_role_with_spares_whose_node_was_lost_has_failed_though_the_job_runs(
+    more: dict[str, int], runner: Runner, job: JobFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     request = dryrun(runner, ft("train.py", j="2x2"))
-    request.roles[1].spec = replace(request.roles[1].spec, name="r")
+    request.roles[1].spec = replace(request.roles[1].spec, name="r", **more)  # type: ignore[arg-type]
     step = BatchStep(job, request)
     write(job, State.RUNNING)
     srun = os.posix_spawnp("true", ["true"], os.environ)

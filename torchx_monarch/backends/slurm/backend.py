@@ -68,7 +68,7 @@ class _DirWorkspace(DirWorkspaceMixin):  # type: ignore[misc]
 
 
 class SlurmBackend(BatchBackend[SlurmOpts]):
-    """Runs each role as a component of a Slurm job, and each replica as the task of one node.
+    """Runs each role as a step of a Slurm job, and each replica as the task of one node.
 
     An app's id is that of its job, which a link in ``slurm/ids`` of the state directory leads to the app's folder.
     """

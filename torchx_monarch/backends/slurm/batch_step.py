@@ -157,11 +157,11 @@ class BatchStep:
                 del self._steps[pid]
                 spec, code = self._request.roles[index].spec, os.waitstatus_to_exitcode(status)
                 self._event("role_ended", f"role {spec.name} ended with code {code}", role=spec.name, exit_code=code)
-                if spec.min_groups:
+                if spec.min_groups or spec.spares:
                     self._record_losses(spec)
 
     def _record_losses(self, spec: RoleSpec) -> None:
-        """Record the end of those replicas of a group whose node was lost: for readers, the job itself goes on."""
+        """Record the end of those replicas of a role whose node was lost: for readers, the job itself may go on."""
         for k in range(spec.replicas):
             paths = self._folder.replica(spec.name, k)
             record = paths.load_record()

@@ -21,7 +21,7 @@ _STARTER = (sys.executable, "-I", "-S", entrypoint.__file__)
 
 @dataclass
 class SlurmRole(BatchRole):
-    """One role: a component of the job, with one task on each of its nodes.
+    """One role: a step of the job, with one task on each of its nodes.
 
     Attributes:
         sbatch: sbatch options of its component, by name without dashes; None for an option without a value.
@@ -61,7 +61,7 @@ class SlurmRequest(BatchRequest):
         setsid keeps signals to the batch step's session away from srun, which would end the tasks.
         """
         role = self.roles[index]
-        is_component = len(self.roles) > 1 and "relative" not in role.srun  # groups share an allocation
+        is_component = len(self.roles) > 1 and "relative" not in role.srun  # else the roles share an allocation
         group = [f"--het-group={index}"] if is_component else []
         # An image has its own Python, whatever path the submitter's has.
         starter = ("python", "-I", "-m", entrypoint.__name__) if role.image_name else _STARTER
