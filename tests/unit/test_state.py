@@ -134,7 +134,7 @@ def test_a_group_may_be_lost_while_enough_others_go_on(given: AppSnapshot, state
     if outcome is None:
         assert status.message == f"2 of 3 groups go on, {lost}; lighthouse: http://127.0.0.1:29510"
     elif outcome is S:
-        assert status.message == f"2 of 3 groups have succeeded, {lost}"
+        assert status.message == f"2 of 3 groups have succeeded, {lost}; `torchx cancel` ends what still runs"
 
 
 class _Stops:

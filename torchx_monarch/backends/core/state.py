@@ -107,10 +107,12 @@ def _from_replicas(app: AppSnapshot) -> AppStatus:
     left = left or any(role.is_open for role in app.roles)
     is_cancelled = app.ending is not None and app.ending.state is State.CANCELLED
     is_stop_due = left and not app.is_supervised and not is_cancelled
-    hint = "it has succeeded; `torchx cancel` ends what still runs" if is_stop_due else ""
+    message = outcome.message
+    if is_stop_due and outcome.state is State.SUCCEEDED:
+        message = f"{message or 'it has succeeded'}; `torchx cancel` ends what still runs"
     return AppStatus(
         state=outcome.state if _is_idle(app) else State.RUNNING,
-        message=_with_notes(outcome.message or hint, app),
+        message=_with_notes(message, app),
         cause=failures[0] if failures and outcome.state is State.FAILED else None,
         error=_error(app) if outcome.state is State.FAILED else "",
         outcome=outcome,
