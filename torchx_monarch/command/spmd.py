@@ -178,7 +178,7 @@ def hosts(j: str, h: str | None) -> Shape:
 
     NPROC 0 means that torch is imported no sooner than for the first run.
     """
-    without_ranks = re.fullmatch(r"(.*x)?0", j)  # Shape.parse refuses 0 processes
+    without_ranks = re.fullmatch(r"((\d+:)?\d+(\+\d+)?x)?0", j)  # Shape.parse refuses 0 processes
     shape = Shape.parse(f"{without_ranks[1] or ''}1" if without_ranks else j, None, None, h)
     if shape.min_replicas != shape.replicas:
         _refuse(f"-j {j}: hosts that wait are all there or none; use NNODESxNPROC, such as 2x8.")

@@ -336,7 +336,8 @@ def _ranks(happened: Sequence[Event], commands: _Commands) -> int | None:
     if started:
         return sum(started.values())
     asked = [(replicas, command.ranks_per_host if command is not None else None) for replicas, command in commands]
-    return sum(replicas * (ranks or 0) for replicas, ranks in asked) or None if all(n for _, n in asked) else None
+    known = all(ranks is not None for _, ranks in asked)
+    return sum(replicas * (ranks or 0) for replicas, ranks in asked) or None if known else None
 
 
 def _last_failure(happened: Sequence[Event]) -> Failure | None:
