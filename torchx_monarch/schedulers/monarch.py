@@ -331,7 +331,7 @@ def name_images(workspace: WorkspaceMixin[Any] | None, app: AppDef, options: Mon
         workspace: the backend's builder of workspaces; None without one.
 
     Returns:
-        What ``push`` needs; None if there is nothing to push.
+        What ``push_images`` needs; None if there is nothing to push.
     """
     if workspace is None or not makes_images(workspace):
         return None

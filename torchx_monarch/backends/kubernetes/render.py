@@ -104,7 +104,7 @@ def _job(name: str, index: int, spec: RoleSpec, labels: Object, cfg: KubernetesO
 
 
 def _retries(spec: RoleSpec) -> Object:
-    """Return the fields of a Job that implement ``max_retries``, whatever the policy: hosts end together alone."""
+    """Return a Job's fields for ``max_retries``, the same for all policies: hosts end together by themselves."""
     # A program exits with EX_CONFIG to ask for no restart. FailIndex, not FailJob: when a Job fails, Kubernetes
     # deletes its running pods, which have yet to report the cause.
     rules: list[Object] = [{"action": "FailIndex", "onExitCodes": {"operator": "In", "values": [os.EX_CONFIG]}}]
