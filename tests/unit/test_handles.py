@@ -16,7 +16,7 @@ from torchx_monarch.cli import exec as exec_command
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import since
 from torchx_monarch.cli.exit_codes import CommandError
-from torchx_monarch.cli.handles import recorded_apps, resolve, used_schedulers
+from torchx_monarch.cli.handles import recorded_apps, resolve, unknown, used_schedulers
 
 DIGITS = "monarch_local://torchx/digits-c2jz0w1r"
 DIGITS_2 = "monarch_local://torchx/digits-x7"
@@ -87,6 +87,10 @@ def test_an_unknown_word_says_what_is_near(apps: None, word: str) -> None:
         resolve(word)
     assert caught.value.exit_code == exit_codes.UNKNOWN_APP
     assert (DIGITS_2 in str(caught.value)) is ("digit" in word)
+
+
+def test_an_app_that_its_scheduler_has_forgotten_is_not_similar_to_itself(apps: None) -> None:
+    assert str(unknown(DIGITS_2)).count(DIGITS_2) == 1
 
 
 def test_names_of_apps_are_escaped(apps: None) -> None:

@@ -70,7 +70,7 @@ def unknown(word: str) -> CommandError:
     """Return the error for a word that names no app, with the apps whose names are similar."""
     import difflib
 
-    apps = recorded_apps()
+    apps = [app for app in recorded_apps() if app.handle != word]  # which its scheduler does not know any more
     words = {app_word for app in apps for app_word in app.words}
     alike = {*difflib.get_close_matches(word.rpartition("/")[2], words, _CANDIDATES)}
     near = [f"  {one_line(app.handle)}" for app in apps if app.words & alike][:_CANDIDATES]

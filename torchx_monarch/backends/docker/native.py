@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import os
 import tarfile
 import time
@@ -31,8 +30,6 @@ _POLL = 0.3
 
 _GO_MODE_TYPE = 0x8F280000
 """Go's ``fs.ModeType``: dockerd sets one of these bits for anything but a regular file."""
-
-_log = logging.getLogger("torchx_monarch")
 
 T = TypeVar("T")
 R = TypeVar("R")
