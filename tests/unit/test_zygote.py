@@ -108,9 +108,10 @@ def test_the_limit_of_processes_is_named(limit: int, tmp_path: Path, monkeypatch
     async def main() -> None:
         with started("limited") as zygote:
             assert (await zygote.imports())["unsafe"] == ""
-            process = RankProcess(lambda: None)
+            process, files = RankProcess(lambda: None), os.listdir(f"/proc/{zygote.pid}/fd")
             failure = await zygote.fork([(process, {"env": {"RANK": "3"}, "python": []})])
             process.discard()
+            assert os.listdir(f"/proc/{zygote.pid}/fd") == files
             reached = f"the limit of processes (ulimit -u: {limit}, or pids.max of the container) is reached"
             assert failure == f"rank 3: {reached}"
 

@@ -246,7 +246,13 @@ class _Forks:
 
     def fork(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
         """Fork the processes; return, in a rank, its description, and in the zygote a pid or an error for each."""
-        if (middle := _fork()) == 0:
+        try:
+            middle = _fork()
+        except OSError:
+            os.close(self._reader)
+            os.close(self._writer)
+            raise
+        if middle == 0:
             number = self._fork_all()
             if "store" in self._processes[number]:
                 try:
