@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import tempfile
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
+import pytest
+
+from torchx_monarch.host.ranks import rank_profiles
 from torchx_monarch.insight.profile import RankProfile, collapsed, flame_graph, parse_collapsed, speedscope
 
 _SVG = "{http://www.w3.org/2000/svg}"
@@ -61,3 +67,9 @@ def test_speedscope_and_text_have_the_same_samples() -> None:
     assert collapsed([_profile()]).startswith("<module> (/train.py:8);load (/data.py:3) 60\n")
     assert collapsed([_profile(), _profile(3)]).count("rank 3;") == 3
     assert flame_graph([], "nothing").endswith("</svg>\n")
+
+
+def test_without_a_folder_for_samples_the_rank_has_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nosuch")
+    (found,) = asyncio.run(rank_profiles.profile([Mock(rank=3, is_running=True)], 0, 1.0, False))
+    assert found.rank == 3 and "No such file" in found.problem

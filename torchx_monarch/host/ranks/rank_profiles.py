@@ -44,11 +44,12 @@ async def profile(ranks: Sequence[Rank], replica: int, seconds: float, idle: boo
 
 async def _sampled(rank: RankProfile, seconds: float, idle: bool, limit: int) -> RankProfile:
     """Add the stacks of a rank to its profile, at most ``limit`` bytes as JSON, or the reason why there are none."""
-    # Files without a name: what py-spy prints may be long, and nobody reads it meanwhile.
-    with tempfile.TemporaryFile() as samples, tempfile.TemporaryFile() as said:
-        options = ["--duration", str(max(1, round(seconds))), "--rate", str(_RATE), *(["--idle"] if idle else [])]
-        options += ["--nonblocking", "--full-filenames", "--output", f"/proc/self/fd/{samples.fileno()}"]
+    options = ["--duration", str(max(1, round(seconds))), "--rate", str(_RATE), *(["--idle"] if idle else [])]
+    with contextlib.ExitStack() as stack:
         try:
+            # Files without a name: what py-spy prints may be long, and nobody reads it meanwhile.
+            samples, said = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            options += ["--nonblocking", "--full-filenames", "--output", f"/proc/self/fd/{samples.fileno()}"]
             process = await asyncio.create_subprocess_exec(
                 *(_py_spy(), "record", "--pid", str(rank.pid), "--format", "raw", *options),
                 stdin=subprocess.DEVNULL,
