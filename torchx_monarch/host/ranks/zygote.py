@@ -118,10 +118,11 @@ class Zygote:
 
     async def imports(self) -> dict[str, Any]:
         """Wait for the import of the modules; return the answer (see ``zygote_main``)."""
+        importing = self._importing  # ``lead`` may replace it meanwhile
         try:
-            answer = await asyncio.shield(self._importing)
+            answer = await asyncio.shield(importing)
         except asyncio.CancelledError:
-            if self._importing.cancelled():
+            if importing.cancelled():
                 raise ZygoteError(f"the zygote (pid {self.pid}) is not needed any more") from None
             raise
         if "error" in answer:
