@@ -19,8 +19,8 @@ _MAX_BYTES = 1 << 20
 _MAX_TEXT = 8192
 """Characters of an exception's text, of which the first are kept."""
 
-_MAX_CALLSTACK = _MAX_BYTES // 8
-"""Characters of a traceback, of which the last are kept. JSON can use six bytes for each."""
+_MAX_CALLSTACK = _MAX_BYTES // 16
+"""Characters of a traceback, of which the last are kept. JSON can use twelve bytes for each, of an emoji."""
 
 
 def record(error: BaseException, began: bool) -> None:
