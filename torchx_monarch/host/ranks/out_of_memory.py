@@ -22,7 +22,6 @@ class OutOfMemory:
     """Count OOM kills since this object was created; ``root`` is the folder that contains ``proc`` and ``sys``."""
 
     def __init__(self, root: Path = Path("/")) -> None:
-        self._root = root
         self._cgroups = _own_cgroups(root)
         counters = [cgroup / name for cgroup in self._cgroups for name in _COUNTERS]
         self._counter = next((path for path in counters if _count(path) is not None), root / "none")

@@ -5,9 +5,9 @@
 of its own, as ``python -u rank_main.py BREAKPOINTS MODE TARGET [ARGUMENT...]``, by any interpreter: it imports the
 standard library alone. ``BREAKPOINTS`` is the socket at which the host waits for ranks that are to be debugged.
 
-In addition, ``STACKS_SIGNAL`` has the stacks of all threads written where the host reads them, a crash prints the
-Python stack, and an uncaught exception is written to
-``TORCHELASTIC_ERROR_FILE`` as ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler`` writes it.
+Beside what ``python`` does, ``STACKS_SIGNAL`` has the stacks of all threads written where the host reads them, a crash
+prints the Python stack, and an uncaught exception is written to ``TORCHELASTIC_ERROR_FILE`` as
+``torch.distributed.elastic.multiprocessing.errors.ErrorHandler`` writes it.
 """
 
 from __future__ import annotations
