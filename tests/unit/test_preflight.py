@@ -58,6 +58,7 @@ def test_hosts_that_are_alike() -> None:
             (GOOD, OTHER_FILE),
             "host 1 has the program of SHA-256 bbbbbbbbbbbb, and host 0 of SHA-256 aaaaaaaaaaaa; copy the same file ",
         ),
+        ((GOOD, {PROGRAM: GOOD[PROGRAM]}), "the imports of host 1 have failed; see the log"),
     ],
 )
 def test_a_host_that_differs_is_named(facts: tuple[HostFacts, ...], words: str) -> None:

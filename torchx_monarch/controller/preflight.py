@@ -62,8 +62,13 @@ class Preflight:
 
 def compare(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[str]:
     """Yield a text for each fact that hosts, which are by replica, do not have in common."""
+    # A host whose zygote has ended while it imported knows no versions; without modules to import, no host does.
+    known = {replica: host for replica, host in facts.items() if "python" in host} or facts
+    if lost := [names[replica] for replica in facts if replica not in known]:
+        yield f"the imports of {_listed(lost)} have failed; see the log"
     for name in sorted({name for host in facts.values() for name in host}):
-        values = {replica: host.get(name, "none") for replica, host in facts.items()}
+        compared = facts if name == PROGRAM else known
+        values = {replica: host.get(name, "none") for replica, host in compared.items()}
         same = f"install the same {name} on" if name != PROGRAM else "copy the same file to"
         yield from _differences(names, values, name, f"{same} all hosts")
 
