@@ -65,8 +65,9 @@ def test_what_torch_and_hosts_write_is_kept(tmp_path: Path) -> None:
     assert error_files.read(str(path)) == ours
 
 
-def test_a_long_message_and_a_long_traceback_are_cut() -> None:
-    extra = {"py_callstack": "\N{EURO SIGN}" * 200_000 + "end", "timestamp": "17"}
+@pytest.mark.parametrize("character", ["\N{EURO SIGN}", "\N{GRINNING FACE}"])
+def test_a_long_message_and_a_long_traceback_are_cut(character: str) -> None:
+    extra = {"py_callstack": character * 200_000 + "end", "timestamp": "17"}
     kept = error_files.known_fields({"message": {"message": "x" * 500_000, "extraInfo": extra}}, 5000)
     assert kept["message"]["message"] == "x" * (error_files.MESSAGE_BYTES - 2)
     assert kept["message"]["extraInfo"]["py_callstack"].endswith("end")

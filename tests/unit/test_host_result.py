@@ -73,7 +73,7 @@ def test_a_field_of_another_type_counts_as_missing(values: dict[str, Any]) -> No
 
 
 def test_a_result_fits_its_limit() -> None:
-    error = {"message": {"message": "x" * 3000, "extraInfo": {"py_callstack": "begin" + "ü" * 9000 + "end"}}}
+    error = {"message": {"message": "x" * 3000, "extraInfo": {"py_callstack": "begin" + "\U0001f600" * 9000 + "end"}}}
     cause = RankExit(0, 0, 0, "n", 1, 1, time.time(), error=error)
     text = HostResult.from_job_result(JobResult(1, cause.describe(), cause)).to_text(4096)
     assert len(text) <= 4096

@@ -102,7 +102,7 @@ class HostResult:
         reason, traceback = self.reason, self.traceback
         text = self._text(reason, traceback)
         while limit and len(text) > limit and (reason or traceback):
-            over = max(1, (len(text) - limit) // 6)  # JSON escapes some characters to six
+            over = max(1, (len(text) - limit) // 12)  # JSON escapes an emoji to twelve
             if traceback:
                 traceback = traceback[over:]
             else:

@@ -173,7 +173,7 @@ def _without_libraries(callstack: str) -> str:
 def _cut(text: str, limit: int, *, keeps_end: bool = False) -> str:
     """Return the beginning or the end of a text that fits into a number of bytes of JSON."""
     while (over := len(json.dumps(text)) - limit) > 0:
-        removed = max(1, over // 6)  # JSON escapes some characters to six
+        removed = max(1, over // 12)  # JSON escapes an emoji to twelve
         text = text[removed:] if keeps_end else text[:-removed]
     return text
 
