@@ -65,8 +65,9 @@ def main(path: str) -> None:
         try:
             function, args, kwargs, encoding = pickle.loads(call)
         except ModuleNotFoundError as error:
-            why = f"{error}. Ranks import it from the workspace, or from a package that their Python has"
-            raise ModuleNotFoundError(why, name=error.name) from None
+            error.msg = f"{error}. Ranks import it from the workspace, or from a package that their Python has"
+            error.args = (error.msg,)
+            raise
         encoded = encode_value(function(*args, **kwargs), encoding)
     except Exception as error:
         content = encode_value(error, "pickle")

@@ -113,8 +113,9 @@ def test_the_root_causes_exception_is_raised(live: Callable[..., Live], monkeypa
             hosts.job.run(fail, *args, held=held, options=options)
     with pytest.raises(SPMDError, match="rank 0 .* exited with code 7"):
         hosts.job.run(lambda: os._exit(7), options=RunOptions(nproc=1))
-    with pytest.raises(ModuleNotFoundError, match="named 'nosuch'. Ranks import it from the workspace"):
+    with pytest.raises(ModuleNotFoundError, match="named 'nosuch'. Ranks import it from the workspace") as missing:
         hosts.job.run(print, _Executes("import nosuch"), options=RunOptions(nproc=1, output="none"))
+    assert 'File "<string>", line 1, in <module>' in str(missing.value.__cause__)  # the line that imports it
     assert hosts.job.run(lambda: None) == [None] * 3
     monkeypatch.setattr("torchx_monarch.client.function.sys", SimpleNamespace(**{**vars(sys), "version_info": (3, 9)}))
     with pytest.raises(RuntimeError, match="Python 3.9 has sent this function: use it for the ranks, too"):

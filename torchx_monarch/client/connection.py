@@ -154,9 +154,9 @@ class Connection:
         return link
 
     @classmethod
-    def dial(cls, address: Address, timeout: float = TIMEOUT) -> Connection:
+    def dial(cls, address: Address) -> Connection:
         """Connect to a socket file without a greeting; raise OSError if nobody listens there."""
-        return cls(_open_socket(address, None, timeout), address)
+        return cls(_open_socket(address, None, TIMEOUT), address)
 
     def fileno(self) -> int:
         """Return the descriptor of the socket, for ``select``."""

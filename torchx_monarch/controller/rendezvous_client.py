@@ -70,8 +70,8 @@ async def handshake(
                 if answer.get("taken"):
                     raise ConnectError(refusal, final=True)
                 raise RendezvousError(refusal)
-            # Either replica 0 is about to end, and another may start, or its listener has reached its limit of
-            # unauthenticated connections and closed this one.
+            # Replica 0 is about to end, and another may start; or its listener has reached its limit of unauthenticated
+            # connections; or it does not accept this host's certificate (CPython before 3.14 drops the alert).
             raise ConnectError(f"{address}: it hung up")
         except ConnectError as error:
             why = str(error)

@@ -123,8 +123,8 @@ class Run:
             "started": self.started,
             "ended": self.ended,
             "exit_code": self.result.code if self.result else None,
-            # All runs are one message (MAX_MESSAGE).
-            "reason": self.result.reason[:1000] if self.result else "",
+            # All runs are one message (MAX_MESSAGE), and a rank can have each character take twelve bytes of JSON.
+            "reason": self.result.reason[:500] if self.result else "",
         }
 
 

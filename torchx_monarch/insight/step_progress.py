@@ -48,9 +48,9 @@ def progress(step: int, total: int | None = None, *, checkpoint: int | None = No
         metrics: up to 16 numbers by name, such as the loss. One that is not finite is left out.
 
     Raises:
-        TypeError: a step is no integer, or a metric no number.
+        TypeError: a step is no integer.
         ValueError: a step is negative or 2**53 or more, or there are too many metrics, or one with a name longer than
-            64 characters.
+            64 characters. What else ``float`` raises of a metric that is no number is raised, too.
     """
     if len(metrics) > MAX_METRICS or any(len(name) > MAX_NAME for name in metrics):
         raise ValueError(f"give at most {MAX_METRICS} metrics, with names of at most {MAX_NAME} characters")
