@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import tty
 from collections.abc import Callable
 from pathlib import Path
 
@@ -160,14 +159,6 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
         except OSError:
             continue
     assert len(os.listdir("/proc/self/fd")) <= before  # garbage of other tests may be collected meanwhile
-
-
-def _terminal(path: Path) -> tuple[int, str]:
-    master, slave = os.openpty()
-    name = os.ttyname(slave)
-    tty.setraw(slave)
-    os.close(slave)
-    return master, name
 
 
 @pytest.mark.parametrize("plant", [_fifo, _link, lambda path: None, lambda path: path.write_text("of an earlier job")])
