@@ -98,7 +98,7 @@ class RunOptions:
 
 
 def merge_options(options: RunOptions | None, changes: RunOptionsDict) -> RunOptions:
-    """Return options, the defaults for None, with changes; raise a TypeError if they are none, or have another name."""
+    """Return options, for None the defaults, with changes; raise a TypeError for another object or an unknown name."""
     if not isinstance(options or RunOptions(), RunOptions):
         raise TypeError(f"options={options!r:.200}: give RunOptions(...)")
     names = [field.name for field in dataclasses.fields(RunOptions)]

@@ -3,8 +3,8 @@
 
 Replica 0 of the first role is the server. Replica 0 of every other role registers with it, for one or both reasons:
 
-- The backend tells hosts only the address of the first role (AWS Batch, wrapped schedulers). Others look up what this
-  role has registered.
+- The backend tells hosts only the address of the first role (AWS Batch, wrapped schedulers). The registration has that
+  of this role, which other hosts look up while it is connected.
 - The backend lets each role end by itself, and all are to restart together (``RetryPolicy.APPLICATION`` with retries;
   always on these two). The first role ends last, and puts off hosts that are restarted before then, so no role starts
   while ranks of an earlier start are running. On these two it also waits for the success of the others, but sidecars.

@@ -225,7 +225,7 @@ def failed_alike(exits: Collection[RankExit], cause: RankExit) -> list[int]:
 def describe_others(exits: Collection[RankExit], cause: RankExit) -> list[str]:
     """Describe how the ranks other than the root cause failed, one line per kind: ``ranks 3, 7 and 510 more: ...``.
 
-    Nothing is left to describe of ranks that blame a lost peer, or if all failed alike (``describe_failure``).
+    Ranks that blame a lost peer are left out. If all failed alike, ``describe_failure`` has said so, and there is none.
     """
     groups: dict[str, list[int]] = {}
     if failed_alike(exits, cause):
