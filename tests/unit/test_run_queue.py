@@ -17,7 +17,7 @@ from torchx_monarch.controller.host_messages import BeginRun, FinishRun, Request
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobHosts, JobOptions
 from torchx_monarch.controller.rendezvous import Peer, Rendezvous, RendezvousError
-from torchx_monarch.controller.run_queue import _RUNS_KEPT, Run, RunQueue
+from torchx_monarch.controller.run_queue import _MAX_RUNS, Run, RunQueue
 from torchx_monarch.host.code_distribution import HostCode
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.live_runs import LiveRuns
@@ -58,16 +58,20 @@ def test_the_refusal_of_a_run_names_the_role_in_the_command_that_ends_the_earlie
     asyncio.run(main())
 
 
-def test_a_function_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="function"):
-        RunRequest.from_message({"program": ["-m", "x"], "function": 3})
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [({"program": ["-m", "x"], "function": 3}, "function"), ({"command": ["x.py", "a\0b"]}, r"'a\\x00b'.* NUL")],
+)
+def test_a_wrong_run_is_refused(message: dict[str, object], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        RunRequest.from_message(message)
 
 
 def test_all_runs_that_are_remembered_fit_into_a_message() -> None:
     """A rank writes the reason."""
     request = RunRequest.from_message({"program": ["train.py"], "by": "me@node0", "cwd": "/home/me/work"})
     run = Run(1, request, Mock(), "", result=JobResult(1, "\N{FIRE}" * 9000))
-    assert len(messages.encode(run.to_json())) * _RUNS_KEPT < messages.MAX_MESSAGE
+    assert len(messages.encode(run.to_json())) * _MAX_RUNS < messages.MAX_MESSAGE
 
 
 def test_the_end_of_a_queued_run_leaves_the_timeout_of_the_running_one(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from torchx_monarch.transport import messages
 TIMED_OUT = 124
 """Exit code of a run that its timeout has ended, as of ``timeout(1)``."""
 
-_RUNS_KEPT = 1000
+_MAX_RUNS = 1000
 """Number of runs that replica 0 remembers; each takes some kilobytes."""
 
 _FINISH_TIMEOUT = 30.0
@@ -150,7 +150,7 @@ class RunQueue(Session):
         self._log_dir = log_dir
         self._is_warm = is_warm
         self._queue: deque[Run] = deque()
-        self._ended: deque[Run] = deque(maxlen=_RUNS_KEPT)
+        self._ended: deque[Run] = deque(maxlen=_MAX_RUNS)
         # An earlier start of this host may have left runs.
         self._number = max(safe_files.numbered(log_dir, "run_"), default=0)
         self._count = 0

@@ -59,6 +59,8 @@ class RunRequest:
         )
 
     def _check(self) -> None:
+        if bad := [word for word in self.command or self.program or () if "\0" in word]:
+            raise ValueError(f"the run has the argument {bad[0]!r:.60}: no argument of a process can have a NUL")
         if bad := [name for name, value in self.env.items() if not name or "=" in name or "\0" in name + value]:
             raise ValueError(f"env of the run has {bad[0]!r:.60}, which is no variable")
         if reserved := sorted(name for name in self.env if is_for_hosts(name) or name == "MONARCH_JOB"):
