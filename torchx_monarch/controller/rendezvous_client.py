@@ -70,9 +70,9 @@ async def handshake(
                 if answer.get("taken"):
                     raise ConnectError(refusal, final=True)
                 raise RendezvousError(refusal)
-            # Replica 0 is about to end, and another may start; or its listener has reached its limit of unauthenticated
-            # connections; or it does not accept this host's certificate (CPython before 3.14 drops the alert).
-            raise ConnectError(f"{address}: it hung up")
+            # Another replica 0 may start. CPython before 3.14 drops the alert about a certificate.
+            why = "it ends, has too many connections, or does not accept this host's certificate (compare the clocks)"
+            raise ConnectError(f"{address}: it hung up: {why}")
         except ConnectError as error:
             why = str(error)
             on_failure(error)
