@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from torchx_monarch.system import safe_files
@@ -132,6 +133,6 @@ def _is_time(value: object) -> bool:
     return isinstance(value, (int, float)) and abs(value) < 1e11
 
 
-def count_rank_restarts(path: str | os.PathLike[str], below: str) -> int:
-    """Count how often ranks were restarted within one start of their hosts; arguments as for ``read``."""
-    return sum(event["kind"] == "rank_restart" for event in read(path, below=below)[0])
+def count_rank_restarts(happened: Iterable[Event], role: str = "") -> int:
+    """Count how often ranks, of one role or without a name of all, were restarted within one start of their hosts."""
+    return sum(event["kind"] == "rank_restart" and role in ("", event.get("role")) for event in happened)

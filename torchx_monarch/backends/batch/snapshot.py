@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.core.snapshot import Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.local.status import AppRecord
-from torchx_monarch.insight.events import Event
+from torchx_monarch.insight.events import Event, count_rank_restarts
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 
@@ -38,8 +38,7 @@ def read_role(
 ) -> RoleSnapshot:
     """Return a role by its replicas' records and ``jobs``; ``happened``: the app's events, for restarts of ranks."""
     first, *others = (read_replica(spec, k, folder, job, ending) for k, job in enumerate(jobs))
-    restarts = sum(event["kind"] == "rank_restart" and event.get("role") == spec.name for event in happened)
-    return RoleSnapshot(spec, [replace(first, rank_restarts=restarts), *others])
+    return RoleSnapshot(spec, [replace(first, rank_restarts=count_rank_restarts(happened, spec.name)), *others])
 
 
 def read_replica(

@@ -75,7 +75,7 @@ def remove_ended(paths: state_files.AppPaths) -> None:
 
 def count_restarts(paths: state_files.AppPaths, record: status.AppRecord) -> int:
     """Count the restarts of an app, with those of ranks within one start of their hosts."""
-    return record.restarts + events.count_rank_restarts(paths.events, paths.trusted)
+    return record.restarts + events.count_rank_restarts(events.read(paths.events, below=paths.trusted)[0])
 
 
 def current_state(paths: state_files.AppPaths) -> status.AppRecord | None:

@@ -80,7 +80,8 @@ def _find(name: str, brief: bool = True) -> FoundReplica | None:
         return None
     place = state_files.load(Place, _place_file(paths), paths.trusted)
     record = folder.current_state(paths)
-    ranks = 0 if brief else events.count_rank_restarts(paths.events, paths.trusted)
+    happened = [] if brief else events.read(paths.events, below=paths.trusted)[0]
+    ranks = events.count_rank_restarts(happened)
     return FoundReplica(place, record, paths.load_ending(), ranks) if place and record else None
 
 
