@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import IO
 
 from torchx_monarch.host.ranks.rank_main import OWN_FILES
 from torchx_monarch.host.ranks.rank_process import Rank
@@ -67,15 +68,18 @@ async def _sampled(rank: RankProfile, seconds: float, idle: bool, limit: int) ->
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-        for file in (samples, said):
-            file.seek(0)
-        text = samples.read(_MAX_FILE).decode(errors="replace")
+        text = await asyncio.to_thread(_text, samples)
         if found := await asyncio.to_thread(parse_collapsed, text, limit, OWN_FILES):  # megabytes
             return replace(rank, samples=found)
-        lines = said.read(_MAX_FILE).decode(errors="replace").strip().splitlines()
+        lines = (await asyncio.to_thread(_text, said)).strip().splitlines()
         errors = [line for line in lines if line.startswith("Error")]
         why = "" if process.returncode else "none of its threads was busy (--idle shows those that wait)"
         return replace(rank, problem=why or f"py-spy: {one_line((errors or lines or ['it failed'])[0], 200)}")
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(_MAX_FILE).decode(errors="replace")
 
 
 def _py_spy() -> str:
