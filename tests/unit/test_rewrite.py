@@ -19,7 +19,8 @@ from torchx.components import dist
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
 from torchx_monarch.command.command import CommandError, parse
-from torchx_monarch.command.rewrite import WrapOptions, rank_command, rewrite
+from torchx_monarch.command.rank_command import rank_command
+from torchx_monarch.command.rewrite import WrapOptions, rewrite
 from torchx_monarch.components import ft, spmd
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.role_spec import RoleMetadataError

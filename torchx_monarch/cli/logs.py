@@ -22,7 +22,7 @@ from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import add_json, print_record
 from torchx_monarch.client.hosts import say
-from torchx_monarch.command.rewrite import rank_command
+from torchx_monarch.command.rank_command import rank_command
 from torchx_monarch.insight.log_lines import LastStates, LogLine, is_coloured, is_terminal
 from torchx_monarch.insight.stacks import rank_ranges
 from torchx_monarch.model.role_spec import WorkloadKind

@@ -13,14 +13,13 @@ import copy
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
-from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT, AllocationSpec
-from torchx_monarch.command.command import HOST_MODULE, HOSTS_MODULE, Command, CommandError, check, parse
-from torchx_monarch.command.shell import SimpleCommand, command_string, escape, simple_commands, substitute
-from torchx_monarch.command.torchrun_options import UNEXPANDED
+from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
+from torchx_monarch.command.command import HOST_MODULE, HOSTS_MODULE, CommandError
+from torchx_monarch.command.rank_command import RankCommand, find_rank_command
+from torchx_monarch.command.shell import escape
 from torchx_monarch.model.host_spec import HostSpec, show_seconds
 from torchx_monarch.model.role_spec import (
     LIGHTHOUSE_PORT,
@@ -35,9 +34,6 @@ from torchx_monarch.model.role_spec import (
     mark_sidecar,
     read_number,
 )
-
-_NPROC = "PET_NPROC_PER_NODE"
-"""The variable from which torchrun takes the number of ranks if it is not typed."""
 
 
 @dataclass(frozen=True)
@@ -73,21 +69,6 @@ class Rewritten:
 
 
 @dataclass(frozen=True)
-class _RankCommand:
-    """The rank command of a role, and where it begins.
-
-    Attributes:
-        string: index of the argument that is a shell string with the command in it; None for other roles.
-        start: offset of the command in that string; otherwise the index of its first word in the role's words, which
-            begin with the entrypoint.
-    """
-
-    command: Command
-    string: int | None
-    start: int
-
-
-@dataclass(frozen=True)
 class _Coordination:
     """What the roles of an app need of each other.
 
@@ -105,7 +86,7 @@ class _Coordination:
     meshes: str = ""
 
     @classmethod
-    def from_app(cls, app: AppDef, commands: Sequence[_RankCommand | None], options: WrapOptions) -> _Coordination:
+    def from_app(cls, app: AppDef, commands: Sequence[RankCommand | None], options: WrapOptions) -> _Coordination:
         """Derive it from the roles of an app and their rank commands."""
         hosts = [(role, found) for role, found in zip(app.roles, commands, strict=True) if found]
         # Roles of other commands have no mesh that a script could use.
@@ -144,7 +125,7 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     The roles also get the variables that programs of all backends have.
     """
     rewritten = copy.deepcopy(app)
-    commands = [_find_rank_command(role) for role in app.roles]
+    commands = [find_rank_command(role) for role in app.roles]
     coordination = _Coordination.from_app(app, commands, options)
     lighthouse = _publish_lighthouse(rewritten, options)
     pairs = zip(rewritten.roles, commands, strict=True)
@@ -175,7 +156,7 @@ def _publish_lighthouse(app: AppDef, options: WrapOptions) -> str:
 
 def _wrap(
     role: Role,
-    found: _RankCommand | None,
+    found: RankCommand | None,
     options: WrapOptions,
     coordination: _Coordination,
     lighthouse: str,
@@ -226,7 +207,7 @@ def _wrap(
     )
 
 
-def _count_spares(role: Role, found: _RankCommand | None, spares: int) -> int:
+def _count_spares(role: Role, found: RankCommand | None, spares: int) -> int:
     given = read_number(role, SPARES)
     has_spares = found is not None and found.command.kind != "actors"
     if given and not has_spares:
@@ -243,7 +224,7 @@ def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT) -> AppDef:
     """
     held = copy.deepcopy(app)
     words = ["python", "-m", HOSTS_MODULE, "--idle-timeout", show_seconds(idle_timeout), "--"]
-    commands = [(role, _find_rank_command(role)) for role in held.roles]
+    commands = [(role, find_rank_command(role)) for role in held.roles]
     if not any(found for _, found in commands):
         roles = ", ".join(repr(role.name) for role in held.roles) or "none"
         raise CommandError(f"no role of app {app.name!r} runs a torchrun or Python command; its roles: {roles}")
@@ -255,58 +236,7 @@ def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT) -> AppDef:
     return held
 
 
-def rank_command(role: Role) -> Command | None:
-    """Return the rank command of a role as submitted; None if it has none, or an invalid one."""
-    try:
-        found = _find_rank_command(role)
-    except CommandError:
-        return None
-    return found.command if found is not None else None
-
-
-def _find_rank_command(role: Role) -> _RankCommand | None:
-    string = command_string(role.entrypoint, role.args)
-    if string is not None:
-        return _find_in_string(role, string)
-    plain = [role.entrypoint, *(substitute(arg)[0] for arg in role.args)]
-    for position in range(len(plain)):
-        command = _command(plain[position:], role)
-        if command is not None:
-            # The words before it are a set-up script that executes its arguments. A torchrun among them is the rank
-            # command; a plain python may be an argument with another meaning.
-            return _RankCommand(command, None, position) if position == 0 or command.kind != "python" else None
-    return None
-
-
-def _find_in_string(role: Role, string: int) -> _RankCommand | None:
-    """Find the rank command of a role in the argument of this index, which is a shell string."""
-    found: list[tuple[SimpleCommand, Command]] = []
-    for simple in simple_commands(role.args[string]):
-        # The commands before it may set the variable: `source env.sh; torchrun train.py`.
-        is_alone = simple.alone and _NPROC not in role.args[string]
-        command = _command([word.value for word in simple.words], role, {} if is_alone else {_NPROC: UNEXPANDED})
-        if command is not None and (command.kind != "python" or simple.alone):
-            found.append((simple, command))
-    if not found:
-        return None
-    (simple, command), *others = found
-    text, reason = f"the string of `{role.entrypoint} -c`", ""
-    if others:
-        reason = (
-            f"{text} holds {len(found)} torchrun commands, and a role can execute one. Make a role of each, or leave "
-            "it to one torchrun to start the other."
-        )
-    elif simple.looped:
-        reason = (
-            f"the torchrun in {text} is in a loop, and a role runs one. Put the loop into the script, or submit one "
-            "job for each turn."
-        )
-    if reason:
-        raise CommandError(f"role {role.name!r}: {reason}")
-    return _RankCommand(command, string, simple.words[0].start)
-
-
-def _insert(role: Role, found: _RankCommand, words: Sequence[str]) -> None:
+def _insert(role: Role, found: RankCommand, words: Sequence[str]) -> None:
     """Insert the interpreter, and words escaped for TorchX, before the rank command of a role, in place."""
     python, *options = words
     if found.string is not None:
@@ -319,17 +249,3 @@ def _insert(role: Role, found: _RankCommand, words: Sequence[str]) -> None:
         role.entrypoint, role.args = python, [*options, escape(role.entrypoint), *role.args]
     else:
         role.args[found.start - 1 : found.start - 1] = [escape(python), *options]
-
-
-def _command(words: Sequence[str], role: Role, more: Mapping[str, str] = MappingProxyType({})) -> Command | None:
-    """Parse ``words`` and check the command against the role; return None if it starts no ranks."""
-    env = {**{name: substitute(value)[0] for name, value in role.env.items()}, **more}
-    try:
-        command = parse(words, env)
-    except CommandError as error:
-        raise CommandError(f"role {role.name!r}: {error}") from None
-    if command is not None:
-        check(command, replicas=role.num_replicas, role=role.name)
-        if command.kind == "hosts":
-            AllocationSpec.from_command(command, env, role.num_replicas, role.name)
-    return command

@@ -18,7 +18,7 @@ from torchx.specs import NONE, AppDef, AppState, ReplicaStatus, Role, RoleStatus
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import AppStatus, count_restarts
-from torchx_monarch.command.rewrite import rank_command
+from torchx_monarch.command.rank_command import rank_command
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 from torchx_monarch.insight.timeline import seconds_to_group

@@ -18,7 +18,7 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import AppStatus, count_restarts, root_cause
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.command.command import Command
-from torchx_monarch.command.rewrite import rank_command
+from torchx_monarch.command.rank_command import rank_command
 from torchx_monarch.insight.events import PHASE_AFTER, Event
 from torchx_monarch.insight.log_lines import host_text
 from torchx_monarch.insight.rank_sample import RankView

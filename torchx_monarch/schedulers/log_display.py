@@ -15,7 +15,7 @@ from typing import TextIO
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.command.command import Streams
-from torchx_monarch.command.rewrite import rank_command
+from torchx_monarch.command.rank_command import rank_command
 from torchx_monarch.insight.log_lines import LastStates, LineParser, LogLine, is_coloured, is_terminal
 from torchx_monarch.schedulers.command import subcommand
 

@@ -22,7 +22,8 @@ from torchx_monarch.backends.core.errors import BackendError, SubmitError, UserE
 from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, check_images, check_names, compiled
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.command.command import CommandError
-from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rank_command, rewrite
+from torchx_monarch.command.rank_command import rank_command
+from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
 from torchx_monarch.insight import events
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.host_spec import HostSpec, parse_exit_codes, parse_ports, wrong_values
