@@ -56,7 +56,7 @@ PLACEHOLDERS = {
 
 OFFLINE = {
     "monarch_docker": {},
-    "monarch_kubernetes": {"mode": "job", "validate_spec": "False"},
+    "monarch_kubernetes": {"validate_spec": "False"},
     "monarch_aws_batch": {},
 }
 """Run options of dry runs without a cluster. There the folder is not put on top of an image, which takes Docker."""

@@ -11,7 +11,6 @@ from typing import Any
 import kubernetes_validate
 import pytest
 from torchx.runner import Runner
-from torchx.schedulers.kubernetes_scheduler import LABEL_REPLICA_ID
 from torchx.specs import AppDef, BindMount, DeviceMount, InvalidRunConfigException, Resource, Role, VolumeMount
 from torchx.specs.finder import ComponentValidationException
 
@@ -27,8 +26,7 @@ from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_kubernetes
 
-OFFLINE: dict[str, Any] = {"mode": "job", "validate_spec": False, "namespace": "team"}
-VOLCANO: dict[str, Any] = {"mode": "volcano", "validate_spec": False, "namespace": "team"}
+OFFLINE: dict[str, Any] = {"validate_spec": False, "namespace": "team"}
 
 KUBERNETES = ("1.29", "1.33", "1.37")
 """The oldest that will do, one between, and the newest whose schemas are there."""
@@ -120,15 +118,6 @@ def test_manifests_are_valid(runner: Runner, version: str) -> None:
     assert "/dev/shm" in [mount["mountPath"] for mount in container(job)["volumeMounts"]]
 
 
-@pytest.mark.parametrize("version", KUBERNETES)
-def test_volcano_pods_are_valid(runner: Runner, version: str) -> None:
-    made = objects(runner, trainer("my-train"), sh(), tolerations=["spot"], **VOLCANO)
-    assert [manifest["kind"] for manifest in made] == ["Job", "Secret"]
-    for task in made[0]["spec"]["tasks"]:
-        assert task["template"]["spec"]["tolerations"] == [{"key": "spot", "operator": "Exists"}]
-        kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **task["template"]}, version, strict=True)
-
-
 @pytest.mark.parametrize("app", ["a" * 80, "-_-App.1", "1.5B", "name with blanks/and ümlauts", "___"])
 @pytest.mark.parametrize("roles", [("r",), ("x" * 70 + "a", "x" * 70 + "b"), ("A_b", "a-b"), ("--",)])
 def test_names_are_valid_and_differ(app: str, roles: tuple[str, ...]) -> None:
@@ -140,10 +129,9 @@ def test_names_are_valid_and_differ(app: str, roles: tuple[str, ...]) -> None:
         assert re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", host) and len(host) <= 63, host
 
 
-@pytest.mark.parametrize("cfg", [OFFLINE, VOLCANO])
-def test_only_the_secret_that_is_created_holds_the_credentials(runner: Runner, cfg: dict[str, Any]) -> None:
+def test_only_the_secret_that_is_created_holds_the_credentials(runner: Runner) -> None:
     roles = [trainer(env={"MONARCH_CREDENTIALS": "of the job around"}), sh()]
-    info = runner.dryrun(AppDef("app", roles), "monarch_kubernetes", cfg=cfg)
+    info = runner.dryrun(AppDef("app", roles), "monarch_kubernetes", cfg=OFFLINE)
     assert "(made when the job is submitted)" in str(info)
     objects = with_credentials(info.request.objects, "the-key")
     assert "the-key" not in str(info)
@@ -153,10 +141,7 @@ def test_only_the_secret_that_is_created_holds_the_credentials(runner: Runner, c
     assert "the-key" not in json.dumps(others)
     app_id = secret["metadata"]["name"]
     reference = {"secretKeyRef": {"name": app_id, "key": "credentials"}}
-    if cfg is OFFLINE:
-        pods = [other["spec"]["template"] for other in others if other["kind"] == "Job"]
-    else:
-        pods = [task["template"] for task in others[-1]["spec"]["tasks"]]
+    pods = [other["spec"]["template"] for other in others if other["kind"] == "Job"]
     for index, pod in enumerate(pods):
         env = [
             variable["valueFrom"]
@@ -212,10 +197,18 @@ def test_what_is_no_taint_is_refused(runner: Runner, taint: str, said: str) -> N
         objects(runner, trainer(), tolerations=[taint])
 
 
+def test_the_retired_mode_is_refused_with_what_to_use_instead(runner: Runner) -> None:
+    said = "no run option `mode` any more: each role is an Indexed Job. For Volcano wrap TorchX's scheduler"
+    with pytest.raises(InvalidRunConfigException, match=said):
+        objects(runner, trainer(), mode="volcano")
+    with pytest.raises(InvalidRunConfigException, match=said):
+        runner.scheduler_run_opts("monarch_kubernetes").cfg_from_str("mode=auto")
+
+
 def test_lists_are_read_from_the_command_line(runner: Runner) -> None:
     options = runner.scheduler_run_opts("monarch_kubernetes")
-    cfg = options.cfg_from_str("tolerations='pool=a100:NoSchedule;spot:NoExecute',mode=job")
-    assert cfg == {"tolerations": ["pool=a100:NoSchedule", "spot:NoExecute"], "mode": "job"}
+    cfg = options.cfg_from_str("tolerations='pool=a100:NoSchedule;spot:NoExecute',grace=5")
+    assert cfg == {"tolerations": ["pool=a100:NoSchedule", "spot:NoExecute"], "grace": 5}
     assert options.cfg_from_str("tolerations=spot:NoExecute,gpu") == {"tolerations": ["spot:NoExecute", "gpu"]}
 
 
@@ -243,9 +236,9 @@ def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]
 
 def test_a_pod_that_others_have_given_our_labels_is_no_replica() -> None:
     ours, copied, numbered = pod(), pod(), pod()
-    ours["metadata"]["labels"] = {request.LABEL_ROLE: "0", LABEL_REPLICA_ID: "1"}
-    copied["metadata"]["labels"] = {request.LABEL_APP: "app"}
-    numbered["metadata"]["labels"] = {request.LABEL_ROLE: "0", LABEL_REPLICA_ID: "first"}
+    for made, role, index in ((ours, "0", "1"), (copied, "", "1"), (numbered, "0", "first")):
+        made["metadata"]["labels"] = {request.LABEL_APP: "app", request.LABEL_ROLE: role}
+        made["metadata"]["annotations"] = {"batch.kubernetes.io/job-completion-index": index}
     assert list(snapshot._by_replica([copied, ours, numbered])) == [(0, 1)]
 
 
@@ -412,15 +405,14 @@ def test_a_pod_that_can_never_start_fails_the_app_after_a_while() -> None:
 # -- an app's objects
 
 
-def stored(record: str, ending: str = "", mode: str = "job", **more: Any) -> AppObjects:
+def stored(record: str, ending: str = "", **more: Any) -> AppObjects:
     """The objects of an app; ``record`` is the packed app."""
     options = json.dumps({"grace": 7, "pull_timeout": 60})
     annotations = {request.ANNOTATION_APP: record, request.ANNOTATION_OPTIONS: options}
     if ending:
         annotations[request.ANNOTATION_ENDED] = ending
     metadata = {"name": "a", "creationTimestamp": "2026-11-20T10:00:00Z", "annotations": annotations}
-    status = more.pop("status", {})
-    return AppObjects(mode, "n", {"metadata": metadata, "spec": {"queue": "q"}, "status": status}, **more)
+    return AppObjects("n", {"metadata": metadata}, **more)
 
 
 def labelled(number: int, **more: Any) -> dict[str, Any]:
@@ -451,34 +443,3 @@ def test_a_snapshot_of_an_apps_objects() -> None:
 def test_a_damaged_annotation_is_named(record: str) -> None:
     with pytest.raises(DamagedFileError, match="the annotation torchx-monarch/appdef of n:a is damaged: "):
         snapshot.assemble(stored(record), NOW)
-
-
-NOTED = '{"state": "FAILED", "msg": "why"}'
-
-
-def test_pods_that_an_aborted_volcano_job_deletes_are_cancelled() -> None:
-    pods = [labelled(number, phase="Failed", **ended(code)) for number, code in enumerate((143, 3))]
-    for deleted in pods:
-        deleted["metadata"]["deletionTimestamp"] = "2026-11-20T10:00:09Z"
-    record = stored(packed(), NOTED, "volcano", pods=pods, status={"state": {"phase": "Aborted"}})
-    assert [replica.state for replica in snapshot.assemble(record, NOW).replicas] == [State.CANCELLED, State.FAILED]
-
-
-@pytest.mark.parametrize(
-    ("status", "pods", "ending", "state", "message"),
-    [
-        ({}, [], "", State.PENDING, "Volcano has not looked at the job yet: does it run here, and is there a queue q?"),
-        ({"phase": "Pending", "message": "no room"}, [], "", State.PENDING, "no room"),
-        ({"phase": "Restarting"}, ["Failed", "Running"], "", State.RUNNING, "replica main/0 on node n1 failed"),
-        ({"phase": "Terminated", "message": "queue closed"}, [], "", State.FAILED, "queue closed"),
-        ({"phase": "Aborted"}, ["Running"], "", State.CANCELLED, ""),
-        ({"phase": "Aborted"}, ["Running"], NOTED, State.FAILED, "why"),
-    ],
-)
-def test_the_state_of_a_volcano_job_is_volcanos(
-    status: dict[str, Any], pods: list[str], ending: str, state: State, message: str
-) -> None:
-    them = [labelled(number, phase=phase) for number, phase in enumerate(pods)]
-    record = stored(packed(), ending, "volcano", pods=them, status={"state": status} if status else {})
-    found = reduce(snapshot.assemble(record, NOW))
-    assert (found.state, found.message) == (state, message)

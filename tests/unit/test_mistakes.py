@@ -185,7 +185,7 @@ def test_options_are_read_as_by_torchx() -> None:
 @pytest.mark.filterwarnings("ignore:.*socket:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_workspace_without_a_docker_daemon(torchx: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
-    offline = "-cfg mode=job,validate_spec=False,namespace=n"
+    offline = "-cfg validate_spec=False,namespace=n"
     said = torchx(*f"run -s monarch_kubernetes {offline} monarch.spmd --image i x.py".split())
     assert "Docker" in said and "--workspace ''" in said
     gc.collect()  # Docker's client leaves its socket open
@@ -214,7 +214,7 @@ def test_a_dry_run_without_a_cluster_warns_of_few_resources(
     monkeypatch.chdir(tmp_path)
     for name, value in {"DOCKER_HOST": "unix:///nonexistent", "KUBECONFIG": "/nonexistent"}.items():
         monkeypatch.setenv(name, value)
-    offline = "-cfg mode=job,validate_spec=False,namespace=n"
+    offline = "-cfg validate_spec=False,namespace=n"
     main(f"run -s monarch_kubernetes {offline} --dryrun monarch.spmd -j 2x8 {resources} --image i x.py".split())
     assert "kind: Job" in capsys.readouterr().out
     warnings = [record.getMessage() for record in caplog.records if "ranks on each host" in record.getMessage()]

@@ -116,8 +116,7 @@ def test_bad_command_is_refused_before_anything_is_submitted(
 @pytest.mark.parametrize("image", ["", torchx.IMAGE, "ghcr.io/pytorch/torchx:0.7.0"])
 def test_hosts_need_an_image_of_their_own(app: AppDef, scheduler: str, image: str, tmp_path: Path) -> None:
     """Asked for before the workspace is built, and without the place where jobs run."""
-    offline = {"mode": "job", "validate_spec": False}
-    cfg = {"monarch_kubernetes": offline, "monarch_aws_batch": {"queue": "main"}}
+    cfg = {"monarch_kubernetes": {"validate_spec": False}, "monarch_aws_batch": {"queue": "main"}}
     app.roles[0].image = image
     for role in app.roles[1:]:
         role.image = torchx.IMAGE

@@ -85,7 +85,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     # -- options -------------------------------------------------------------------------------------------------------
 
     def run_opts(self) -> runopts:
-        return CheckedRunopts(self.inner.run_opts())
+        return CheckedRunopts(self.inner.run_opts(), self.inner.retired_options)
 
     def _options(self, cfg: Cfg) -> MonarchOpts:
         """Convert run options, with defaults filled in, to the backend's type and check them."""

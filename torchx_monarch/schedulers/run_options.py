@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from torchx.specs import CfgVal, InvalidRunConfigException, runopts
 from torchx.specs.api import runopt
@@ -32,10 +33,15 @@ class _NamedOption(runopt):  # type: ignore[misc]
 
 
 class CheckedRunopts(runopts):  # type: ignore[misc]
-    """Run options whose errors name the option that has a wrong value."""
+    """Run options whose errors name the option that has a wrong value, and say what to type instead of an unknown one.
 
-    def __init__(self, options: runopts) -> None:
+    Args:
+        retired: what to use instead of options that there are no more, by their names.
+    """
+
+    def __init__(self, options: runopts, retired: Mapping[str, str] | None = None) -> None:
         super().__init__()
+        self._retired = retired or {}
         for name, run_option in options:
             put_option(
                 self,
@@ -48,13 +54,26 @@ class CheckedRunopts(runopts):  # type: ignore[misc]
             parsed: dict[str, CfgVal] = super().cfg_from_str(cfg_str)
             return parsed
         except InvalidRunConfigException as error:
-            names = [name for name, _ in self]
-            hint = did_you_mean(error.cfg_key, names)
-            if error.cfg_key in names or not hint:
-                raise
-            reason = f"Unknown run option `{error.cfg_key}`.{hint} Valid options are: {', '.join(sorted(names))}"
-            raise InvalidRunConfigException(reason, error.cfg_key, to_dict(cfg_str)) from None
+            raise self._explained(error, to_dict(cfg_str)) from None
         except (ValueError, TypeError, IndexError) as error:
             hint = " (a value that contains = needs quotes: OPTION='A=B')" if cfg_str.count("=") > 1 else ""
             reason = f"-cfg {cfg_str!r} is not of the form OPTION=VALUE,OPTION=VALUE{hint}: {error}"
             raise InvalidRunConfigException(reason, cfg_str, {}) from None
+
+    def resolve(self, cfg: Mapping[str, CfgVal], *, ignore_unknown: bool = False) -> dict[str, CfgVal]:
+        try:
+            resolved: dict[str, CfgVal] = super().resolve(cfg, ignore_unknown=ignore_unknown)
+            return resolved
+        except InvalidRunConfigException as error:
+            raise self._explained(error, cfg) from None
+
+    def _explained(self, error: InvalidRunConfigException, cfg: Mapping[str, CfgVal]) -> InvalidRunConfigException:
+        """Return an error of TorchX with what to type instead of an option that does not exist."""
+        name, names = error.cfg_key, [name for name, _ in self]
+        if name in self._retired:
+            reason = f"There is no run option `{name}` any more: {self._retired[name]}"
+        elif name not in names and (hint := did_you_mean(name, names)):
+            reason = f"Unknown run option `{name}`.{hint} Valid options are: {', '.join(sorted(names))}"
+        else:
+            return error
+        return InvalidRunConfigException(reason, name, cfg)

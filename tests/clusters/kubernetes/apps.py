@@ -62,11 +62,9 @@ class Apps(Place):
     request_function = "torchx_monarch.backends.kubernetes.native:Api._send"
     keeps_preempted_logs = False
     own_bad_options = (
-        ({"mode": "jobset"}, "`mode` is 'jobset'; allowed are auto, job, volcano"),
+        ({"mode": "volcano"}, "no run option `mode` any more: each role is an Indexed Job.*wrap TorchX's scheduler"),
         ({"kueu_queue": "a"}, "kueu_queue.*kueue_queue"),
         ({"pull_timeout": -1}, "`pull_timeout` is -1; allowed is 0 or more"),
-        ({"mode": "job", "queue": "a"}, "`queue` is 'a'; it is for mode=volcano"),
-        ({"mode": "volcano", "kueue_queue": "a"}, "`kueue_queue` is 'a'; it is for mode=job"),
         ({"namespace": "No Such"}, "`namespace` is 'No Such'; a namespace is called by up to 63 lower-case letters"),
     )
     package = "kubernetes"
@@ -82,7 +80,7 @@ class Apps(Place):
         self.namespace = f"tests-{uuid.uuid4().hex[:6]}"
         self.api.create("/api/v1/namespaces", {"kind": "Namespace", "metadata": {"name": self.namespace}})
         self._programs: dict[str, str] = {}
-        self.cfg = {"preload": "none", "grace": 3, "namespace": self.namespace, "mode": "job"}
+        self.cfg = {"preload": "none", "grace": 3, "namespace": self.namespace}
         self.list_cfg = {"namespace": self.namespace}
         super().__init__(folder)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Stand-ins for the controllers of Indexed Jobs, as Kubernetes 1.29 has them, and of Volcano's jobs.
+"""A stand-in for the controller of Indexed Jobs, as Kubernetes 1.29 has it.
 
-What kube-apiserver 1.20 drops of a Job they find in the annotation that ``api_proxy.py`` makes of it.
+What kube-apiserver 1.20 drops of a Job it finds in the annotation that ``api_proxy.py`` makes of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from tests.clusters.kubernetes.kubelet import now
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
 
 INDEX = "batch.kubernetes.io/job-completion-index"
-VOLCANO = "/apis/batch.volcano.sh/v1alpha1"
 
 _BACKOFF = 0.3
 """Seconds until the first replacement; Kubernetes takes ten, and twice as long each time."""
@@ -171,59 +170,3 @@ class IndexedJobs:
         path = f"{root}/namespaces/{job['metadata']['namespace']}/{kind}"
         name = job["metadata"]["name"] if here else name
         return f"{path}/{name}" if name else path
-
-
-class VolcanoJobs:
-    """Volcano's controller of jobs. It has no queues, gangs and policies."""
-
-    def __init__(self, api: Api) -> None:
-        self._api = api
-
-    def look(self) -> None:
-        """Make and delete pods, and write the jobs' status."""
-        for job in self._api.get(f"{VOLCANO}/jobs")["items"]:
-            try:
-                self._job(job)
-            except KubernetesError as error:
-                if error.status not in (404, 409):
-                    raise
-
-    def _job(self, job: Object) -> None:
-        metadata = job["metadata"]
-        phase = ((job.get("status") or {}).get("state") or {}).get("phase", "")
-        path = f"/api/v1/namespaces/{metadata['namespace']}/pods"
-        pods = {
-            pod["metadata"]["name"]: pod for pod in self._api.items(path, f"volcano.sh/job-name={metadata['name']}")
-        }
-        if phase in ("Aborted", "Completed", "Failed"):
-            if phase == "Aborted":
-                for name, pod in pods.items():
-                    if pod["status"].get("phase") not in ("Succeeded", "Failed"):
-                        self._api.delete(f"{path}/{name}")
-            return
-        phases = []
-        for task in job["spec"]["tasks"]:
-            name = f"{metadata['name']}-{task['name']}-0"
-            if name not in pods:
-                self._make(job, task, name, path)
-            phases.append(pods[name]["status"].get("phase", "Pending") if name in pods else "Pending")
-        new = "Running"
-        if "Failed" in phases and not {"Running", "Pending"} & set(phases):
-            new = "Failed"
-        elif set(phases) == {"Succeeded"}:
-            new = "Completed"
-        elif set(phases) == {"Pending"}:
-            new = "Pending"
-        if new != phase:
-            job["status"] = {"state": {"phase": new}}
-            self._api.replace_status(f"{VOLCANO}/namespaces/{metadata['namespace']}/jobs/{metadata['name']}", job)
-
-    def _make(self, job: Object, task: Object, name: str, path: str) -> None:
-        template = copy.deepcopy(task["template"])
-        metadata = template.get("metadata") or {}
-        owner = {"apiVersion": "batch.volcano.sh/v1alpha1", "kind": "Job", "name": job["metadata"]["name"]}
-        metadata["name"] = name
-        metadata["labels"]["volcano.sh/job-name"] = job["metadata"]["name"]
-        metadata["ownerReferences"] = [{**owner, "uid": job["metadata"]["uid"], "controller": True}]
-        spec = {**template["spec"], "hostname": name, "subdomain": job["metadata"]["name"]}
-        self._api.create(path, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})

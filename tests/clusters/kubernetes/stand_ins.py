@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 
 from tests.clusters.kubernetes.api_proxy import ApiProxy
-from tests.clusters.kubernetes.controllers import VOLCANO, IndexedJobs, VolcanoJobs
+from tests.clusters.kubernetes.controllers import IndexedJobs
 from tests.clusters.kubernetes.kubelet import Kubelet
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
 
@@ -35,7 +35,7 @@ def main(folder: Path, port: int) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: ended.set())
     os.environ["KUBECONFIG"] = str(folder / "direct.yaml")
     api = Api.from_environment()
-    kubelet, indexed_jobs, volcano_jobs = Kubelet(api, folder), IndexedJobs(api), VolcanoJobs(api)
+    kubelet, indexed_jobs = Kubelet(api, folder), IndexedJobs(api)
     proxy = ApiProxy(folder, port)
 
     def look() -> None:
@@ -47,8 +47,6 @@ def main(folder: Path, port: int) -> None:
         kubelet.look(pods)
         if _JOBS in changed_kinds:
             indexed_jobs.look(pods)
-        if f"{VOLCANO}/jobs" in changed_kinds:
-            volcano_jobs.look()
 
     def repeat() -> None:
         while not ended.is_set():
@@ -63,14 +61,14 @@ def main(folder: Path, port: int) -> None:
 
     def watch(path: str) -> None:
         while not ended.is_set():
-            with contextlib.suppress(KubernetesError):  # Volcano's kind does not exist until a test has created it
+            with contextlib.suppress(KubernetesError):  # the server may end first
                 for _ in api.lines(path, watch="true"):
                     changed_kinds.add(path)
                     changed.set()
             changed_kinds.discard(path)
             time.sleep(_AT_LEAST_EVERY)
 
-    for path in (_PODS, _JOBS, _SERVICES, f"{VOLCANO}/jobs"):
+    for path in (_PODS, _JOBS, _SERVICES):
         threading.Thread(target=watch, args=(path,), daemon=True).start()
     looking = threading.Thread(target=repeat, daemon=True)
     looking.start()

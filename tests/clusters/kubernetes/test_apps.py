@@ -117,7 +117,7 @@ def test_what_is_refused_leaves_nothing(apps: Apps) -> None:
     # 409: the same request again.
     from torchx.specs import AppDef
 
-    cfg = {"namespace": apps.namespace, "mode": "job"}
+    cfg = {"namespace": apps.namespace}
     info = apps.runner.dryrun(AppDef("app", [apps.role("true")]), NAME, cfg=cfg)
     handle = apps.runner.schedule(info)
     with pytest.raises(ComponentValidationException, match="already exists"):

@@ -178,8 +178,7 @@ def test_an_object_whose_answer_was_lost_is_not_made_twice(wire: Wire, api: Api)
 
 def submitted(runner: Runner, **cfg: Any) -> str:
     role = Role("r", image="i", entrypoint="sh", args=["-c", "true"], num_replicas=2)
-    options = {"mode": "job", **cfg}
-    handle: str = runner.run(AppDef("app", [role]), "monarch_kubernetes", cfg=options, workspace=None)
+    handle: str = runner.run(AppDef("app", [role]), "monarch_kubernetes", cfg=cfg, workspace=None)
     return handle
 
 
@@ -218,11 +217,8 @@ def test_a_submission_that_fails_midway_leaves_nothing(wire: Wire, runner: Runne
     assert wire.objects == {}
 
 
-@pytest.mark.parametrize(
-    ("mode", "kind"),
-    [("job", "secrets"), ("job", "services"), ("job", "jobs"), ("volcano", "jobs"), ("volcano", "secrets")],
-)
-def test_a_submission_that_is_interrupted_leaves_nothing(wire: Wire, runner: Runner, mode: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["secrets", "services", "jobs"])
+def test_a_submission_that_is_interrupted_leaves_nothing(wire: Wire, runner: Runner, kind: str) -> None:
     """By Ctrl-C, when an object has been made and its answer is not there yet."""
     plain = wire.cluster
 
@@ -235,7 +231,7 @@ def test_a_submission_that_is_interrupted_leaves_nothing(wire: Wire, runner: Run
 
     wire.cluster = cluster  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        submitted(runner, validate_spec=False, mode=mode)
+        submitted(runner, validate_spec=False)
     assert wire.objects == {}
 
 
@@ -249,8 +245,7 @@ def without_jobs(objects: dict[str, Any]) -> dict[str, Any]:
     return {path: manifest for path, manifest in kept.items() if not owners[path] or kept.keys() & owners[path]}
 
 
-@pytest.mark.parametrize(("mode", "count"), [("job", 5), ("volcano", 2)])
-def test_a_submission_that_was_killed_is_listed_and_deleted(wire: Wire, runner: Runner, mode: str, count: int) -> None:
+def test_a_submission_that_was_killed_is_listed_and_deleted(wire: Wire, runner: Runner) -> None:
     """Whatever of its objects has been made by then, and has got its owners, and also if the jobs are gone."""
     plain, left = wire.cluster, list[dict[str, Any]]()
 
@@ -263,8 +258,8 @@ def test_a_submission_that_was_killed_is_listed_and_deleted(wire: Wire, runner: 
         return answer
 
     wire.cluster = cluster  # type: ignore[method-assign]
-    submitted(runner, validate_spec=False, mode=mode)
-    assert len(left) == count
+    submitted(runner, validate_spec=False)
+    assert len(left) == 5
     assert without_jobs(left[-1]) == {}
     for wire.objects in [*map(copy.deepcopy, left), *map(without_jobs, left)]:
         found = runner.list("monarch_kubernetes")
@@ -272,15 +267,6 @@ def test_a_submission_that_was_killed_is_listed_and_deleted(wire: Wire, runner: 
         for app in found:
             runner.delete(app.app_handle)
         assert wire.objects == {}
-
-
-def test_the_secret_belongs_to_the_volcano_job_from_its_creation_on(wire: Wire, runner: Runner) -> None:
-    submitted(runner, mode="volcano")
-    job, secret = wire.objects.values()
-    assert job["apiVersion"] == "batch.volcano.sh/v1alpha1"
-    names = {key: job["metadata"][key] for key in ("name", "uid")}
-    assert secret["metadata"]["ownerReferences"] == [{"apiVersion": job["apiVersion"], "kind": "Job", **names}]
-    assert not any(word.startswith("PATCH") for word in wire.asked)
 
 
 def test_what_could_not_be_removed_is_said(wire: Wire, runner: Runner, caplog: pytest.LogCaptureFixture) -> None:

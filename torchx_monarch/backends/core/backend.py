@@ -89,6 +89,7 @@ class Backend(abc.ABC, Generic[O, R, S]):
 
     Attributes:
         options: its run options; ``NetworkOpts`` among its bases if hosts reach each other over a network.
+        retired_options: what to use instead of run options that it has no more, by their names.
         capabilities: what it can do.
         poll: seconds between two checks while waiting for an app's end.
         workspace: builds workspaces into images or folders; None if the backend does not take workspaces along. The
@@ -96,6 +97,7 @@ class Backend(abc.ABC, Generic[O, R, S]):
     """
 
     options: type[O]
+    retired_options: ClassVar[Mapping[str, str]] = {}
     capabilities: ClassVar[Capabilities] = Capabilities()
     poll: ClassVar[float] = 1.0
     workspace: WorkspaceMixin[Any] | None = None

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run apps as Jobs of a Kubernetes cluster, or as a Volcano job."""
+"""Run apps as Jobs of a Kubernetes cluster."""

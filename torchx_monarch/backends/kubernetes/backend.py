@@ -26,10 +26,9 @@ from torchx_monarch.backends.core.timed_line import TimedLine, nanoseconds
 from torchx_monarch.backends.kubernetes import options, request, snapshot
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
-from torchx_monarch.backends.kubernetes.render import render_job, render_volcano
+from torchx_monarch.backends.kubernetes.render import render_app
 from torchx_monarch.backends.kubernetes.request import (
     LABEL_APP,
-    VOLCANO,
     KubernetesRequest,
     Object,
     collection,
@@ -48,6 +47,10 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
     """Runs each replica as a pod of the cluster that the kubeconfig names."""
 
     options = KubernetesOpts
+    retired_options = {
+        "mode": "each role is an Indexed Job. For Volcano wrap TorchX's scheduler `kubernetes`, as "
+        "docs/how_to/write_a_backend.md says"
+    }
     capabilities = Capabilities(
         limits_resources=True,
         separates_roles=True,
@@ -77,26 +80,22 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
     def check_options(self, cfg: KubernetesOpts) -> None:
         """Check the options and, for those that need a cluster, the cluster's configuration."""
         options.check(cfg)
-        if cfg.mode == "auto" or cfg.validate_spec:
+        if cfg.validate_spec:
             _ = self._api
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: KubernetesOpts) -> KubernetesRequest:
-        """Ask the cluster for Volcano (``mode=auto``), and have it validate the objects (``validate_spec``)."""
+        """Return the objects; have the cluster validate them (``validate_spec``)."""
         record = {
             request.ANNOTATION_APP: submitted.pack(),
             request.ANNOTATION_OPTIONS: json.dumps({"grace": options.grace, "pull_timeout": options.pull_timeout}),
         }
-        mode = options.mode
-        if mode == "auto":
-            mode = "volcano" if self._has_volcano() else "job"
         namespace = options.namespace
         if namespace is None:
             try:
                 namespace = self._api.namespace
-            except KubernetesError:  # a dry run without mode=auto and validate_spec needs no cluster
+            except KubernetesError:  # a dry run without validate_spec needs no cluster
                 namespace = "default"
-        render = render_volcano if mode == "volcano" else render_job
-        rendered = render(app, submitted.roles, options, namespace, record)
+        rendered = render_app(app, submitted.roles, options, namespace, record)
         for resource in rendered.objects if options.validate_spec else ():
             self._create(resource, namespace, dry_run=True)
         return rendered
@@ -107,8 +106,6 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         jobs: list[Object] = []
         try:
             for resource in request.with_credentials(app.objects, credentials):
-                if jobs and resource["kind"] != "Job":
-                    resource = {**resource, "metadata": {**resource["metadata"], "ownerReferences": jobs}}
                 objects.append(resource)
                 try:
                     stored = self._create(resource, app.namespace)
@@ -120,7 +117,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
                     jobs.append(request.owner(stored))
             # The record, created first, comes last: by it an app is found whose Secret has no owner yet.
             for resource in reversed(objects):
-                if resource["kind"] != "Job" and "ownerReferences" not in resource["metadata"]:
+                if resource["kind"] != "Job":
                     self._api.patch(path_of(resource, app.namespace), {"metadata": {"ownerReferences": jobs}})
         except BaseException:
             for resource in reversed(objects):
@@ -149,7 +146,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
     def snapshots(self, options: Cfg) -> list[KubernetesSnapshot]:
         """Read the apps of one namespace: that of the kubeconfig, unless the option names one.
 
-        TorchX lists all Volcano jobs of all users.
+        TorchX lists all jobs of all users.
         """
         found = self._find_all(str(options.get("namespace") or self._api.namespace))
         return read_undamaged(found, lambda objects: snapshot.assemble(objects, self._api.server_time))
@@ -210,15 +207,13 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
 
     def _find(self, namespace: str, name: str) -> AppObjects | None:
         """Return the objects of an app; None if this scheduler has no app of this id."""
-        places = {"job": collection("v1", "Service", namespace), "volcano": collection(VOLCANO, "Job", namespace)}
-        for mode, record_path in places.items():
-            record = self._api.find(f"{record_path}/{name}")
-            if record is not None and _is_record(record):
-                selector = f"{LABEL_APP}={name}"
-                jobs = self._api.items(collection("batch/v1", "Job", namespace), selector) if mode == "job" else []
-                pods = self._api.items(collection("v1", "Pod", namespace), selector)
-                return AppObjects(mode, namespace, record, jobs, pods)
-        return None
+        record = self._api.find(f"{collection('v1', 'Service', namespace)}/{name}")
+        if record is None or not _is_record(record):
+            return None
+        selector = f"{LABEL_APP}={name}"
+        jobs = self._api.items(collection("batch/v1", "Job", namespace), selector)
+        pods = self._api.items(collection("v1", "Pod", namespace), selector)
+        return AppObjects(namespace, record, jobs, pods)
 
     def _find_all(self, namespace: str) -> list[AppObjects]:
         """Return the objects of all apps of this scheduler in a namespace."""
@@ -230,18 +225,12 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
             return found
 
         jobs, pods = by_app(collection("batch/v1", "Job", namespace)), by_app(collection("v1", "Pod", namespace))
-        records = [("job", service) for service in self._api.items(collection("v1", "Service", namespace), LABEL_APP)]
-        if self._has_volcano():
-            records += [("volcano", job) for job in self._api.items(collection(VOLCANO, "Job", namespace), LABEL_APP)]
         apps = []
-        for mode, record in records:
+        for record in self._api.items(collection("v1", "Service", namespace), LABEL_APP):
             if _is_record(record):
                 name = record["metadata"]["name"]
-                apps.append(AppObjects(mode, namespace, record, jobs[name], pods[name]))
+                apps.append(AppObjects(namespace, record, jobs[name], pods[name]))
         return apps
-
-    def _has_volcano(self) -> bool:
-        return self._api.find(f"/apis/{VOLCANO}") is not None
 
     def _refusals(self, app: AppObjects) -> dict[str, str]:
         """Return why open Jobs without pods cannot get any, by the Jobs' uids. Only FailedCreate events tell it."""
@@ -272,10 +261,6 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         note = json.dumps({"state": ending.state.name, "msg": ending.message, "time": ending.time or time.time()})
         metadata: Object = {"annotations": {request.ANNOTATION_ENDED: note}}
         objects, record = app.objects, path_of(app.objects.record, app.objects.namespace)
-        if objects.mode == "volcano":
-            self._api.patch(record, {"metadata": metadata})
-            self._abort(record)
-            return
         is_open = {str(index) for index, role in enumerate(app.roles) if role.is_open}
         jobs = [job for job in objects.jobs if job["metadata"]["labels"].get(request.LABEL_ROLE) in is_open]
         # Kubernetes would delete the record with the last of its owners, which are deleted below.
@@ -292,27 +277,15 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
                 else:
                     self._api.patch(f"{path}/{attempt.name}", {"spec": {"activeDeadlineSeconds": DEADLINE}})
 
-    def _abort(self, path: str) -> None:
-        """End a Volcano job as TorchX does, by setting its phase to Aborted."""
-        while (job := self._api.find(path)) is not None:
-            job.setdefault("status", {}).setdefault("state", {})["phase"] = "Aborted"
-            try:
-                self._api.replace_status(path, job)
-                return
-            except KubernetesError as error:
-                if error.status != 409:  # Volcano changed the job in between; TorchX gives up here
-                    raise
-
     def remove(self, app: KubernetesSnapshot) -> None:
         """Delete all objects of an app; running pods get their grace period."""
         namespace, name = app.objects.namespace, app.objects.name
-        owners = [app.objects.record] if app.objects.mode == "volcano" else app.objects.jobs
-        for job in owners:
+        for job in app.objects.jobs:
             self._api.delete(path_of(job, namespace))
         self._api.delete(collection("v1", "Pod", namespace), labelSelector=f"{LABEL_APP}={name}")
         self._api.delete(f"{collection('v1', 'Secret', namespace)}/{name}")
-        if app.objects.mode == "job":  # last: while the record exists, the app is listed and can be deleted again
-            self._api.delete(path_of(app.objects.record, namespace))
+        # Last: while the record exists, the app is listed and can be deleted again.
+        self._api.delete(path_of(app.objects.record, namespace))
 
 
 def _is_record(resource: Object) -> bool:

@@ -87,7 +87,7 @@ class Api:
             why = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             raise KubernetesError(
                 f"no Kubernetes cluster is configured: {where}: {why}. Name a kubeconfig in KUBECONFIG. "
-                "A dry run needs none with -cfg mode=job,validate_spec=False,namespace=NAME"
+                "A dry run needs none with -cfg validate_spec=False,namespace=NAME"
             ) from None
         return cls(configuration, (context or {}).get("context", {}).get("namespace") or "default")
 
@@ -125,10 +125,6 @@ class Api:
     def patch(self, path: str, body: Object) -> Object | None:
         """Apply a JSON merge patch to an object and return the object, or None if it does not exist."""
         return self._if_exists("PATCH", path, {}, body, "application/merge-patch+json")
-
-    def replace_status(self, path: str, body: Object) -> Object:
-        """Replace an object's status. It is refused with status 409 if the object has changed since it was read."""
-        return self._json("PUT", f"{path}/status", {}, body)
 
     def delete(self, path: str, propagation: str = "Background", **query: str) -> None:
         """Delete an object, or the objects of a collection that match a selector; do nothing if none exists.

@@ -11,8 +11,6 @@ from torchx.specs import InvalidRunConfigException
 from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.backends.kubernetes.request import Object, is_namespace
 
-_MODES = ("auto", "job", "volcano")
-
 _TAINT = re.compile(r"(?P<key>[^=:\s]+)(=(?P<value>[^=:\s]*))?(:(?P<effect>\w+))?")
 
 
@@ -20,18 +18,11 @@ _TAINT = re.compile(r"(?P<key>[^=:\s]+)(=(?P<value>[^=:\s]*))?(:(?P<effect>\w+))
 class KubernetesOpts(NetworkOpts):
     """Run options of monarch_kubernetes."""
 
-    mode: str = "auto"
-    """`job` needs Kubernetes 1.29 or later and nothing else: an Indexed Job for each role. `volcano` submits a Volcano
-    job. `auto` is `volcano` if Volcano is installed in the cluster, else `job`."""
-
     namespace: str | None = None
     """The namespace. Default: the namespace of the kubeconfig's context."""
 
-    queue: str | None = None
-    """With `mode=volcano`: the Volcano queue. Default: `default`."""
-
     kueue_queue: str | None = None
-    """With `mode=job`: the Kueue LocalQueue that admits the job; the label `kueue.x-k8s.io/queue-name`."""
+    """The Kueue LocalQueue that admits the job; the label `kueue.x-k8s.io/queue-name`."""
 
     service_account: str | None = None
     """The pods' service account."""
@@ -60,7 +51,7 @@ class KubernetesOpts(NetworkOpts):
     """Additional annotations of jobs and pods."""
 
     ttl_seconds_after_finished: int | None = None
-    """With `mode=job`: seconds from the end of the app's last role until Kubernetes deletes the app. Default: never."""
+    """Seconds from the end of the app's last role until Kubernetes deletes the app. Default: never."""
 
     pull_timeout: int = 300
     """Seconds after which the app fails if a pod cannot start because its image, or an object that its container refers
@@ -76,8 +67,6 @@ def check(cfg: KubernetesOpts) -> None:
     def refuse(name: str, allowed: str) -> None:
         raise InvalidRunConfigException(f"Run option `{name}` is {cfg[name]!r}; {allowed}", name, dict(cfg))
 
-    if cfg.mode not in _MODES:
-        refuse("mode", f"allowed are {', '.join(_MODES)}")
     if cfg.namespace is not None and not is_namespace(cfg.namespace):
         refuse("namespace", "a namespace is called by up to 63 lower-case letters, digits and dashes")
     try:
@@ -88,11 +77,6 @@ def check(cfg: KubernetesOpts) -> None:
     for name in ("pull_timeout", "ttl_seconds_after_finished"):
         if (cfg[name] or 0) < 0:
             refuse(name, "allowed is 0 or more")
-    only = {"volcano": ("kueue_queue", "ttl_seconds_after_finished"), "job": ("queue",)}
-    for name in only.get(cfg.mode, ()):
-        if cfg[name] is not None:
-            other = "job" if cfg.mode == "volcano" else "volcano"
-            refuse(name, f"it is for mode={other}, and the mode is {cfg.mode}")
 
 
 def parse_toleration(taint: str) -> Object:

@@ -1,27 +1,23 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Render the objects of an app. Both modes adapt TorchX's pods (``role_to_pod``) to hosts and run options alike.
+"""Render the objects of an app, with TorchX's pods (``role_to_pod``), adapted to hosts and run options.
 
-Mode ``job`` has an Indexed Job for each role, and a headless Service and a Secret, which all Jobs together own. The
-Service is the app's record: its annotations hold the app and how this scheduler has ended it. Mode ``volcano`` has the
-job that TorchX's scheduler makes for Volcano, with corrections, and a Secret that it owns; Volcano creates the Service.
+There is an Indexed Job for each role, and a headless Service and a Secret, which all Jobs together own. The Service is
+the app's record: its annotations hold the app and how this scheduler has ended it.
 """
 
 from __future__ import annotations
 
-import copy
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchx.schedulers.kubernetes_scheduler import (
     LABEL_REPLICA_ID,
-    app_to_resource,
     pod_labels,
     role_to_pod,
     sanitize_for_serialization,
 )
-from torchx.specs import AppDef, RetryPolicy, Role, macros
+from torchx.specs import AppDef, Role, macros
 from torchx.specs.overlays import get_overlay
 
 from torchx_monarch.backends.core import torchx_api
@@ -63,10 +59,10 @@ class _PodContext:
     hosts: Sequence[str]
 
 
-def render_job(
+def render_app(
     app: AppDef, specs: Sequence[RoleSpec], cfg: KubernetesOpts, namespace: str, record: dict[str, str]
 ) -> KubernetesRequest:
-    """Return the request for an app in mode ``job``."""
+    """Return the request for an app."""
     app_id = request.new_app_id(app.name)
     jobs = request.job_names(app_id, [role.name for role in app.roles])
     # The pods' subdomain is the Service's name. POD.SERVICE resolves within the namespace.
@@ -152,41 +148,8 @@ def _template(app: AppDef, index: int, runs_hosts: bool, context: _PodContext) -
     return {"metadata": made["metadata"], "spec": spec}
 
 
-def render_volcano(
-    app: AppDef, specs: Sequence[RoleSpec], cfg: KubernetesOpts, namespace: str, record: dict[str, str]
-) -> KubernetesRequest:
-    """Return the request for an app in mode ``volcano``."""
-    adapted = copy.deepcopy(app)
-    adapted.name = request.short_app(app.name)
-    for role in adapted.roles:
-        # TorchX derives the variable's name from the role's. A shell expands a name with a dash only up to the dash, so
-        # replicas get a wrong host name. With several roles, TorchX gives all of them the first role's variable.
-        role.args = [word.replace(macros.rank0_env, RANK0_HOST) for word in role.args]
-        role.env = {name: value.replace(macros.rank0_env, RANK0_HOST) for name, value in role.env.items()}
-        if role.retry_policy is RetryPolicy.ROLE:
-            role.retry_policy = RetryPolicy.APPLICATION  # TorchX raises KeyError; Volcano has no policy per role
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchX warns about retries in Volcano 1.4
-        resource = app_to_resource(adapted, cfg.queue or "default", cfg.service_account, cfg.priority_class)
-    job: Object = sanitize_for_serialization(resource)
-    app_id = job["metadata"]["name"]
-    job["metadata"]["labels"] = {LABEL_APP: app_id, **(cfg.labels or {})}
-    job["metadata"]["annotations"] = {**record, **(cfg.annotations or {})}
-    # Volcano's plugin svc names a pod's host JOB-TASK-0 and its domain like the job.
-    replicas = [(index, replica) for index, role in enumerate(adapted.roles) for replica in range(role.num_replicas)]
-    hosts = [f"{app_id}-{task['name']}-0" for task in job["spec"]["tasks"]]
-    first_hosts = [f"{host}.{app_id}" for (_, replica), host in zip(replicas, hosts, strict=True) if replica == 0]
-    context = _PodContext(app_id, namespace, cfg, first_hosts)
-    for (index, _), task in zip(replicas, job["spec"]["tasks"], strict=True):
-        _complete(task["template"], index, specs[index].runs_hosts, context)
-    # The job first: it is the record, and the Secret belongs to it from its creation on. A node tries again
-    # to start a container whose Secret does not exist yet.
-    metadata = {"name": app_id, "labels": dict(job["metadata"]["labels"])}
-    return KubernetesRequest(namespace, app_id, [job, request.secret(metadata)])
-
-
 def _complete(pod: Object, role_index: int, runs_hosts: bool, context: _PodContext) -> None:
-    """Change a pod made by ``role_to_pod``, in place, as both modes need it."""
+    """Adapt a pod made by ``role_to_pod``, in place, to its host and the run options."""
     metadata, spec, cfg = pod["metadata"], pod["spec"], context.cfg
     labels = {LABEL_APP: context.app_id, **(cfg.labels or {}), LABEL_ROLE: str(role_index)}
     metadata.setdefault("labels", {}).update(labels)

@@ -14,8 +14,6 @@ from torchx.schedulers.ids import random_id
 Object = dict[str, Any]
 """A Kubernetes object, as decoded from JSON."""
 
-VOLCANO = "batch.volcano.sh/v1alpha1"
-
 LABEL_APP = "torchx-monarch/app"
 """Label of every object of an app: the app's id without its namespace. Objects without it are not this scheduler's."""
 
@@ -75,12 +73,8 @@ def with_credentials(objects: Iterable[Object], credentials: str) -> list[Object
 
 def new_app_id(name: str) -> str:
     """Return a new app id, without namespace: a DNS label that begins with a letter, as a Service's name must."""
-    return f"{short_app(name)}-{random_id(14)}"
-
-
-def short_app(name: str) -> str:
-    """Return the part of an app's id that comes from its name."""
-    return _safe(name).lstrip("0123456789-")[:_MAX_APP].strip("-") or "app"
+    short = _safe(name).lstrip("0123456789-")[:_MAX_APP].strip("-") or "app"
+    return f"{short}-{random_id(14)}"
 
 
 def job_names(app_id: str, roles: Sequence[str]) -> list[str]:

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchx.schedulers.kubernetes_scheduler import JOB_STATE, LABEL_REPLICA_ID
-
 from torchx_monarch.backends.core.snapshot import STOP_CODES, AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import seconds
@@ -47,12 +45,9 @@ class AppObjects:
     """The objects of one app.
 
     Attributes:
-        mode: ``job`` or ``volcano``.
-        record: the object that carries the app's annotations: the Service, or the Volcano job.
-        jobs: the Jobs of mode ``job``.
+        record: the Service, which carries the app's annotations.
     """
 
-    mode: str
     namespace: str
     record: Object
     jobs: Sequence[Object] = ()
@@ -79,12 +74,11 @@ class KubernetesSnapshot(AppSnapshot):
 
 @dataclass(frozen=True)
 class JobReport:
-    """What the Job of a role, or the Volcano job of its app, reports.
+    """What the Job of a role reports.
 
     Attributes:
         is_active, finished, reason: as for ``RoleSnapshot``.
         succeeded, failed: indexes of the replicas that have finally succeeded or failed.
-        is_aborted: whether a Volcano job was aborted, as ``stop`` does: Volcano deletes its running pods.
     """
 
     is_active: bool
@@ -92,7 +86,6 @@ class JobReport:
     succeeded: frozenset[int] = frozenset()
     failed: frozenset[int] = frozenset()
     reason: str = ""
-    is_aborted: bool = False
 
 
 def assemble(objects: AppObjects, now: float, refusals: Mapping[str, str] | None = None) -> KubernetesSnapshot:
@@ -106,16 +99,12 @@ def assemble(objects: AppObjects, now: float, refusals: Mapping[str, str] | None
     options = json.loads(annotations[ANNOTATION_OPTIONS])
     app_id = f"{objects.namespace}:{objects.name}"
     submitted = SubmittedApp.unpack(annotations[ANNOTATION_APP], f"the annotation {ANNOTATION_APP} of {app_id}")
-    native = _volcano_outcome(objects.record) if objects.mode == "volcano" else None
     jobs = {job["metadata"]["labels"].get(LABEL_ROLE): job for job in objects.jobs}
     pods = _by_replica(objects.pods)
     roles, attempts = [], dict[tuple[str, int], Sequence[Attempt]]()
     host_suffix = f".{objects.name}.{objects.namespace}.svc"  # resolves in every namespace of the cluster
     for index, spec in enumerate(submitted.roles):
-        if native is not None:
-            report = JobReport(not native.state.is_terminal, is_aborted=native.state is State.CANCELLED)
-        else:
-            report = _job_report(jobs.get(str(index)), refusals or {})
+        report = _job_report(jobs.get(str(index)), refusals or {})
         replicas = []
         for number in range(spec.replicas):
             attempts[spec.name, number] = its_attempts = pods.get((index, number), [])
@@ -126,10 +115,6 @@ def assemble(objects: AppObjects, now: float, refusals: Mapping[str, str] | None
     if ANNOTATION_ENDED in annotations:
         note = json.loads(annotations[ANNOTATION_ENDED])
         ending = Outcome(State[note["state"]], note["msg"])  # without the time, so that the rest is stopped immediately
-    if native is not None and native.state is State.CANCELLED and ending is not None:
-        native = ending  # ``stop`` has aborted the job
-    elif native is not None and any(replica.failure or replica.waiting for role in roles for replica in role.replicas):
-        native = Outcome(native.state)  # a pod's reason is more exact than Volcano's
     return KubernetesSnapshot(
         app_id=app_id,
         name=submitted.app.name,
@@ -138,7 +123,6 @@ def assemble(objects: AppObjects, now: float, refusals: Mapping[str, str] | None
         created=seconds(objects.record["metadata"]["creationTimestamp"]),
         started=min((pod.started for pods in attempts.values() for pod in pods if pod.started), default=0.0),
         grace=float(options["grace"]),
-        native=native,
         ending=ending,
         objects=objects,
         attempts=attempts,
@@ -190,8 +174,7 @@ def _replica_state(spec: RoleSpec, index: int, last: Attempt | None, job: JobRep
     if last.is_running:
         return State.PENDING if last.phase == "Pending" else State.RUNNING
     if index in job.failed or not job.is_active or spec.max_retries == 0:
-        is_cancelled = last.has_deadline or (job.is_aborted and last.was_deleted)
-        return State.CANCELLED if is_cancelled else State.FAILED
+        return State.CANCELLED if last.has_deadline else State.FAILED
     return State.PENDING  # Kubernetes will start it again
 
 
@@ -222,25 +205,12 @@ def indexes(text: str | None) -> frozenset[int]:
     return frozenset(found)
 
 
-def _volcano_outcome(job: Object) -> Outcome:
-    status = job.get("status")
-    if not status:
-        queue = job["spec"].get("queue")
-        message = f"Volcano has not looked at the job yet: does it run here, and is there a queue {queue}?"
-        return Outcome(State.PENDING, message)
-    reported = status.get("state") or {}
-    # TorchX reports a job without a phase as UNKNOWN (torchx#999). One value of JOB_STATE is of a different enum.
-    phase = reported.get("phase", "")
-    state = State[JOB_STATE[phase].name] if phase in JOB_STATE else State.PENDING
-    return Outcome(state, str(reported.get("message", "")) if state in (State.FAILED, State.PENDING) else "")
-
-
 def _by_replica(pods: Sequence[Object]) -> dict[tuple[int, int], list[Attempt]]:
     """Return the pods by the index of their role in the app and of their replica in the role, the oldest first."""
     found = defaultdict[tuple[int, int], list[Attempt]](list)
     for pod in pods:
         labels, annotations = pod["metadata"]["labels"], pod["metadata"].get("annotations") or {}
-        place = labels.get(LABEL_ROLE, ""), annotations.get(_INDEX) or labels.get(LABEL_REPLICA_ID, "")
+        place = labels.get(LABEL_ROLE, ""), annotations.get(_INDEX, "")
         if all(re.fullmatch(r"\d+", number) for number in place):  # any user of the namespace may set our labels
             found[int(place[0]), int(place[1])].append(Attempt(pod))
     for attempts in found.values():
