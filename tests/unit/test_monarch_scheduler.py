@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 import torchx
 from torchx.runner import Runner
-from torchx.specs import AppDef, CfgVal, InvalidRunConfigException, Resource, Role
+from torchx.specs import (
+    AppDef,
+    BindMount,
+    CfgVal,
+    DeviceMount,
+    InvalidRunConfigException,
+    Resource,
+    Role,
+    VolumeMount,
+)
 from torchx.specs.finder import ComponentValidationException
 from torchx.workspace import WorkspaceMixin
 from torchx.workspace.dir_workspace import DirWorkspaceMixin
@@ -21,6 +30,9 @@ from torchx_monarch import schedulers
 from torchx_monarch.backends.core.errors import SubmitError, UserError
 from torchx_monarch.backends.core.options import MonarchOpts
 from torchx_monarch.schedulers import monarch, monarch_local, monarch_slurm
+
+_IN_IMAGES = ("monarch_docker", "monarch_kubernetes", "monarch_aws_batch")
+"""The schedulers whose replicas always run in containers."""
 
 
 @pytest.fixture
@@ -60,6 +72,19 @@ def test_wraps_schedulers_that_build_workspaces(runner: Runner, app: AppDef) -> 
     text = str(runner.dryrun(app, "monarch_slurm", cfg={"partition": "main"}))
     assert "--partition=main" in text
     assert text.count("torchx_monarch.host") == 1
+
+
+@pytest.mark.parametrize("name", [name for name in schedulers.NAMES if name not in _IN_IMAGES])
+def test_mounts_are_named_where_nothing_is_mounted(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    same, device = BindMount("/data/", "/data"), DeviceMount("/dev/kvm", "/dev/kvm")
+    role = Role(
+        "reader", image="", entrypoint="true", mounts=[same, BindMount("/a", "/b"), device, VolumeMount("v", "/c")]
+    )
+    cfg = {"hosts": ["node1"]} if name == "monarch_ssh" else {}
+    with Runner("torchx", {name: getattr(schedulers, name)}) as runner:
+        runner.dryrun(AppDef("app", roles=[role]), name, cfg=cfg)
+    texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert texts == [f"role 'reader': nothing is mounted at /b and /c, because {name} runs it in no container"]
 
 
 def test_what_torchx_cannot_pack_is_named(runner: Runner, app: AppDef, tmp_path: Path) -> None:

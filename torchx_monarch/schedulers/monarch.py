@@ -19,7 +19,14 @@ from torchx_monarch.backends.core import stored_apps
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.backend import Backend
 from torchx_monarch.backends.core.errors import BackendError, SubmitError, UserError
-from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, check_images, check_names, compiled
+from torchx_monarch.backends.core.options import (
+    MonarchOpts,
+    NetworkOpts,
+    check_images,
+    check_names,
+    compiled,
+    warn_of_mounts,
+)
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.command.command import CommandError
 from torchx_monarch.command.rank_command import rank_command
@@ -112,6 +119,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         rewritten = self._rewrite(app, options, cfg)
         if self.inner.capabilities.limits_resources:
             _warn_of_few_resources(app)
+        if not self.inner.makes_mounts(options):
+            warn_of_mounts(app, self.backend)
         submitted = SubmittedApp(app, rewritten.roles, dict(cfg))
         request = self.inner.render(rewritten.app, submitted, options)
         return _DryRun(request, self.inner, submitted, images)

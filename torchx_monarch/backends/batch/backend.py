@@ -211,9 +211,6 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         return os.path.join(parent, f"{safe_name(name)[:60]}-{os.urandom(5).hex()}")
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: O) -> BatchRequest:
-        for role in app.roles:
-            if role.mounts:
-                raise UserError(f"role {role.name!r} has mounts, and {self.name} runs no containers")
         folder = JobFolder(self.new_folder(app.name, self.root))
         roles = [batch_role(role, spec) for role, spec in zip(app.roles, submitted.roles, strict=True)]
         commands = [list(self.submit_command(job, options)) for job in self._jobs(folder, app.roles, options)]

@@ -129,6 +129,10 @@ class Backend(abc.ABC, Generic[O, R, S]):
         """Return whether replicas run in container images under these run options."""
         return self.capabilities.needs_image
 
+    def makes_mounts(self, options: O) -> bool:
+        """Return whether replicas get the mounts of their roles under these run options."""
+        return self.runs_images(options)
+
     def checks(self, options: O) -> Iterable[CheckResult]:
         """Check that apps can run here with the run options, for ``torchx monarch doctor``. Submit nothing.
 

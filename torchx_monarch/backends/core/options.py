@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import os
 import re
 import threading
 from collections import Counter
@@ -13,10 +15,12 @@ from typing import Any
 
 import torchx
 from torchx.schedulers.api import StructuredOpts
-from torchx.specs import AppDef, runopts
+from torchx.specs import AppDef, VolumeMount, runopts
 
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.model.role_spec import RoleSpec
+
+_log = logging.getLogger("torchx_monarch")
 
 _described: dict[object, runopts] = {}
 
@@ -167,6 +171,23 @@ def check_images(app: AppDef, specs: Sequence[RoleSpec]) -> None:
             "all runs in .torchxconfig ([component:monarch.spmd] image = my/image). To build one, in the repository of "
             "torchx-monarch: docker build -f docker/Dockerfile -t my/image ."
         )
+
+
+def warn_of_mounts(app: AppDef, scheduler: str) -> None:
+    """Warn of the mounts of roles that run in no container, but not of a path that is mounted under its own name.
+
+    TorchX's ``local_cwd`` and ``slurm`` leave mounts out without a word. A refusal would keep an app that is written
+    for containers from a trial on this machine.
+    """
+    for role in app.roles:
+        paths = [
+            mount.dst_path
+            for mount in role.mounts
+            if isinstance(mount, VolumeMount) or os.path.normpath(mount.src_path) != os.path.normpath(mount.dst_path)
+        ]
+        if paths:
+            reason = f"because {scheduler} runs it in no container"
+            _log.warning("role %r: nothing is mounted at %s, %s", role.name, " and ".join(paths), reason)
 
 
 def check_meeting(roles: Sequence[RoleSpec], system: str) -> None:

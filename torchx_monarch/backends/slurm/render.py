@@ -143,7 +143,7 @@ def _role(role: Role, spec: RoleSpec, gres: str | None, cfg: SlurmOpts, job: str
         sbatch["gres"] = srun["gres"] = gres
     rendered = batch_role(role, spec)
     if cfg.container is None:
-        _warn_of_unused(role)
+        _warn_of_unused_image(role)
     else:
         rendered.cwd = os.path.abspath(cfg.job_dir) if cfg.job_dir and role.workspace else os.getcwd()
         srun.update(_container(role, rendered.cwd, job))
@@ -189,11 +189,7 @@ def _enroot_name(role: Role) -> str:
     return f"{registry}#{name}"
 
 
-def _warn_of_unused(role: Role) -> None:
+def _warn_of_unused_image(role: Role) -> None:
     if role.image and not os.path.isdir(role.image) and not is_default_image(role.image):
         unused = f"the image {role.image} is not used"
-    elif role.mounts:
-        unused = "its mounts are not used"
-    else:
-        return
-    _log.warning("role %r: %s: -cfg container=pyxis runs containers", role.name, unused)
+        _log.warning("role %r: %s: -cfg container=pyxis runs containers", role.name, unused)

@@ -127,6 +127,10 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
         """Return whether the other scheduler builds images for Docker, which then hold the hosts' Python."""
         return any(kind.__name__ == "DockerWorkspaceMixin" for kind in type(self.inner).__mro__)
 
+    def makes_mounts(self, options: NetworkOpts) -> bool:
+        """Leave that to the other scheduler."""
+        return True
+
     def replica0_host(self, app: AppDef, role: int) -> str:
         """Return ``@`` and TorchX's macro for the first role; ``@`` (unknown) for the others, which no macro names."""
         return "@" if role else f"@{macros.rank0_env}"
