@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +30,7 @@ from torchx.workspace.dir_workspace import DirWorkspaceMixin
 from torchx_monarch import schedulers
 from torchx_monarch.backends.core.errors import SubmitError, UserError
 from torchx_monarch.backends.core.options import MonarchOpts
+from torchx_monarch.components import ft
 from torchx_monarch.schedulers import monarch, monarch_local, monarch_slurm
 
 _IN_IMAGES = ("monarch_docker", "monarch_kubernetes", "monarch_aws_batch")
@@ -117,6 +119,14 @@ def test_exit_codes_to_retry_on_are_read_at_submission(runner: Runner, app: AppD
     assert "--retry-on" not in str(runner.dryrun(app, "monarch_local"))
     with pytest.raises(InvalidRunConfigException, match="`retry_on` is 1.300: '300' is no exit code.*from 1 to 255"):
         runner.dryrun(app, "monarch_local", cfg={"retry_on": "1+300"})
+
+
+def test_the_seed_of_a_program_draws_no_ports(runner: Runner) -> None:
+    """Otherwise two programs with one seed would submit jobs whose replicas 0 listen on the same port."""
+    before = random.getstate()
+    request = str(runner.dryrun(ft("train.py"), "monarch_slurm"))
+    assert "tls:@" in request and "torchft_lighthouse" in request
+    assert random.getstate() == before
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ Invalid options raise TorchX's ComponentValidationException, which its CLI print
 from __future__ import annotations
 
 import contextlib
-import random
 import re
+import secrets
 import string
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +36,9 @@ DEBUG_ENV = {
 
 _SPARES = re.compile(r"([^x+]+)\+(\d+)(x.*)?")
 """NNODES+SPARES[xNPROC]."""
+
+_LIGHTHOUSE_PORTS = range(30000, 32000)
+"""Below Linux's default range of ephemeral ports, and apart from those of rendezvous (``schedulers.monarch``)."""
 
 
 def _refuse(message: str) -> NoReturn:
@@ -213,7 +216,7 @@ def lighthouse(
         return own, None
     if not 200 <= heartbeat_timeout_ms <= 3600_000:
         _refuse(f"--heartbeat_timeout_ms {heartbeat_timeout_ms}: use 200 to 3600000; groups send one every 100 ms.")
-    port = random.randrange(30000, 32000)  # below Linux's default range of ephemeral ports, and not a rendezvous's
+    port = secrets.choice(_LIGHTHOUSE_PORTS)
     return f"http://{LOOPBACK}:{port}", specs.Role(
         name="lighthouse",
         image=image,

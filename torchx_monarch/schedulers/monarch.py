@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import random
+import secrets
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
@@ -49,11 +49,13 @@ Cfg = Mapping[str, CfgVal]
 _log = logging.getLogger(__name__)
 
 _PORTS_DRAWN = range(20000, 30000)
-"""Below Linux's default range of ephemeral ports, which outgoing connections use."""
+"""Below Linux's default range of ephemeral ports, which outgoing connections use.
+
+They are drawn with the system's randomness: programs that submit several jobs seed that of ``random``.
+"""
 
 _FIRST_SOCKET = "unix:@MONARCH_RUN_DIR/0.sock"
 """Where replica 0 of the first role listens on backends of one machine: in a folder that only the hosts know."""
-
 
 _LOCAL_IMAGE = "sha256:"
 """The beginning of the name of an image that is on this machine alone (``DockerWorkspaceMixin``)."""
@@ -155,7 +157,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         spec = HostSpec(**{name: getattr(options, name) for name in shared}, **parsed)
         capabilities, rendezvous, main = self.inner.capabilities, dict[str, str](), _FIRST_SOCKET
         if network is not None:
-            port = network.rendezvous_port or random.choice(_PORTS_DRAWN)
+            port = network.rendezvous_port or secrets.choice(_PORTS_DRAWN)
             highest = 65536 - max(1, len(app.roles))  # each role takes the port after that of the role before
             if not 0 < port <= highest:
                 reason = f"Run option `rendezvous_port` is {port}; it is a port, 1 to {highest}, or 0 to draw one"
