@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from typing import Any, cast
@@ -14,9 +15,16 @@ from torchx.specs import AppDef, Role
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import SETTLE, AppStatus, count_restarts, reduce
-from torchx_monarch.command.rewrite import hold
+from torchx_monarch.command.rewrite import WrapOptions, hold, rewrite
 from torchx_monarch.components import controller
-from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec, WorkloadKind, is_sidecar, mark_sidecar
+from torchx_monarch.model.role_spec import (
+    RetryPolicy,
+    RoleMetadataError,
+    RoleSpec,
+    WorkloadKind,
+    is_sidecar,
+    mark_sidecar,
+)
 from torchx_monarch.model.state import State
 
 MARKED = {"monarch": {"sidecar": True}}
@@ -297,10 +305,20 @@ def test_a_mark_is_kept_and_read() -> None:
     assert not is_sidecar(kept)
 
 
-@pytest.mark.parametrize("ours", [{"sidecar": "yes"}, "sidecar", 1])
-def test_a_mark_that_says_nothing_is_refused(ours: Any) -> None:
-    with pytest.raises(ValueError, match="role 'r': its metadata 'monarch' is .*'sidecar': True"):
-        is_sidecar(Role("r", "image", metadata={"monarch": ours}))
+@pytest.mark.parametrize(
+    ("ours", "said"),
+    [
+        ({"sidecar": "yes"}, "its metadata 'monarch' has 'sidecar': 'yes'; use True or False"),
+        ("sidecar", "its metadata 'monarch' is 'sidecar'; it is a dictionary, such as {'sidecar': True}"),
+        ({"side_car": True}, "its metadata 'monarch' has the unknown setting 'side_car'. Did you mean sidecar?"),
+        ({"spare": 1}, "has the unknown setting 'spare'. Did you mean spares?"),
+        ({3: 1}, "has the unknown setting 3. Use sidecar, spares, "),
+    ],
+)
+def test_settings_of_a_role_that_do_not_exist_are_refused(ours: Any, said: str) -> None:
+    app = AppDef("app", [Role("r", "image", entrypoint="sleep", metadata={"monarch": ours})])
+    with pytest.raises(RoleMetadataError, match=f"role 'r': .*{re.escape(said)}"):
+        rewrite(app, WrapOptions())
 
 
 def test_hosts_that_wait_end_with_those_of_the_first_role() -> None:

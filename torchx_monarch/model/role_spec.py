@@ -12,50 +12,60 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torchx_monarch.model.spelling import did_you_mean
+
 MAX_REPLICAS = 1 << 16
 """The largest number of replicas of a role: a backend writes some lines for each of them."""
-
 
 METADATA_KEY = "monarch"
 """The key of a role's metadata under which are the settings that a ``Role`` has no field for."""
 
 SIDECAR, SPARES, MIN_GROUPS, LIGHTHOUSE_PORT = "sidecar", "spares", "min_groups", "lighthouse_port"
-
+_SETTINGS = (SIDECAR, SPARES, MIN_GROUPS, LIGHTHOUSE_PORT)
 
 LOOPBACK = "127.0.0.1"
 """Where a lighthouse listens whose port is in the metadata of its role, unless hosts are on several machines."""
 
 
 class RoleMetadataError(ValueError):
-    """Raised when a setting in the metadata of a role has a wrong value, or the role cannot have it."""
+    """Raised when a setting in the metadata of a role is unknown or wrong, or the role cannot have it."""
 
 
 def mark_sidecar(role: Any) -> None:
     """Mark a role as a sidecar, in place; keep a mark that the user has set."""
-    ours = role.metadata.get(METADATA_KEY)
-    role.metadata[METADATA_KEY] = {SIDECAR: True, **(ours if isinstance(ours, Mapping) else {})}
+    role.metadata[METADATA_KEY] = {SIDECAR: True, **_settings(role)}
 
 
 def is_sidecar(role: Any) -> bool:
-    """Return whether a role is marked as a sidecar."""
-    ours = role.metadata.get(METADATA_KEY, {})
-    marked = ours.get(SIDECAR, False) if isinstance(ours, Mapping) else ours
+    """Return whether a role is marked as a sidecar, which is ended when all others have succeeded."""
+    marked = _settings(role).get(SIDECAR, False)
     if not isinstance(marked, bool):
-        raise RoleMetadataError(
-            f"role {role.name!r}: its metadata {METADATA_KEY!r} is {ours!r}; allowed is {{{SIDECAR!r}: True}} or "
-            f"{{{SIDECAR!r}: False}}, which says whether the role is ended when all others have succeeded"
-        )
+        raise _wrong(role, f"has {SIDECAR!r}: {marked!r}; use True or False")
     return marked
 
 
 def read_number(role: Any, name: str) -> int | None:
     """Return a number in a role's metadata, such as that of its spare hosts; None if it is not there."""
-    ours = role.metadata.get(METADATA_KEY)
-    number = ours.get(name) if isinstance(ours, Mapping) else None
+    number = _settings(role).get(name)
     if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
-        wrong = f"{name!r} of its metadata {METADATA_KEY!r} is {number!r}; use 0 or more"
-        raise RoleMetadataError(f"role {role.name!r}: {wrong}")
+        raise _wrong(role, f"has {name!r}: {number!r}; use 0 or more")
     return number
+
+
+def _settings(role: Any) -> Mapping[str, Any]:
+    """Return the settings in a role's metadata; raise RoleMetadataError if one of them does not exist."""
+    settings = role.metadata.get(METADATA_KEY, {})
+    if not isinstance(settings, Mapping):
+        raise _wrong(role, f"is {settings!r}; it is a dictionary, such as {{{SIDECAR!r}: True}}")
+    for name in settings:
+        if name not in _SETTINGS:
+            known = did_you_mean(str(name), _SETTINGS) or f" Use {', '.join(_SETTINGS)}."
+            raise _wrong(role, f"has the unknown setting {name!r}.{known}")
+    return settings
+
+
+def _wrong(role: Any, reason: str) -> RoleMetadataError:
+    return RoleMetadataError(f"role {role.name!r}: its metadata {METADATA_KEY!r} {reason}")
 
 
 class RetryPolicy(str, enum.Enum):
