@@ -49,7 +49,7 @@ def test_a_controller_is_a_role_for_each_mesh() -> None:
     [
         ("", "No program to run"),
         ("--meshes a=0 main.py", "--meshes a=0: use a number of hosts above 0."),
-        ("--meshes a=two main.py", "--meshes a=two: use a number of hosts above 0."),
+        *((f"--meshes a={n} main.py", f"--meshes a={n}: use a number of hosts above 0.") for n in ("two", "²", "-1")),
         ("--meshes my-mesh=1 main.py", "role 'my-mesh' cannot be a mesh: its hosts are `state().NAME`"),
     ],
 )

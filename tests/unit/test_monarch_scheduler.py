@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -145,6 +146,21 @@ def test_bad_command_is_refused_before_anything_is_submitted(
         runner.run(app, "monarch_local")
     assert "trainer" in str(caught.value)
     assert runner.list("monarch_local") == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("name", "a" * 300, "role 'aaaaaaaaaaaaaaaaaaaa'…: its name has 300 bytes; 255 are possible"),
+        ("name", "ü" * 50, "its name has 300 bytes"),
+        ("retry_policy", "ROLE", "role 'reader': its retry_policy is 'ROLE'; it is RetryPolicy.REPLICA or "),
+        ("max_retries", "1", "role 'reader': its max_retries is '1'; it is a whole number"),
+    ],
+)
+def test_roles_that_no_backend_takes(runner: Runner, app: AppDef, field: str, value: object, said: str) -> None:
+    setattr(app.roles[1], field, value)
+    with pytest.raises(UserError, match=re.escape(said)):
+        runner.dryrun(app, "monarch_local")
 
 
 @pytest.mark.parametrize("scheduler", ["monarch_docker", "monarch_kubernetes", "monarch_aws_batch"])

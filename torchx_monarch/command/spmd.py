@@ -270,7 +270,7 @@ def require_counts(**options: int) -> None:
 def mesh_sizes(meshes: Mapping[str, str]) -> dict[str, int]:
     """Parse ``--meshes NAME=N,NAME=N``; return the number of hosts of each mesh."""
     for name, hosts in meshes.items():
-        if not hosts.isdigit() or int(hosts) < 1:
+        if not re.fullmatch("[1-9][0-9]{0,4}", hosts):
             _refuse(f"--meshes {name}={hosts}: use a number of hosts above 0.")
         with _refused(f"--meshes {name}={hosts}"):
             check_mesh_name(name)

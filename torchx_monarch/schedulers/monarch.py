@@ -23,7 +23,7 @@ from torchx_monarch.backends.core.options import (
     MonarchOpts,
     NetworkOpts,
     check_images,
-    check_names,
+    check_roles,
     compiled,
     warn_of_mounts,
 )
@@ -128,8 +128,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         return _DryRun(request, self.inner, submitted, images)
 
     def _rewrite(self, app: AppDef, options: MonarchOpts, cfg: Cfg) -> Rewritten:
-        """Check an app's names, commands, sidecar marks and images, and rewrite it."""
-        check_names(app)
+        """Check an app's roles, with their commands, metadata and images, and rewrite it."""
+        check_roles(app)
         try:
             rewritten = rewrite(app, self._wrap_options(app, options, cfg))
         except (CommandError, RoleMetadataError) as error:

@@ -15,12 +15,16 @@ from typing import Any
 
 import torchx
 from torchx.schedulers.api import StructuredOpts
-from torchx.specs import AppDef, VolumeMount, runopts
+from torchx.specs import AppDef, RetryPolicy, VolumeMount, runopts
 
 from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.backends.core.state_files import path_name
 from torchx_monarch.model.role_spec import RoleSpec
 
 _log = logging.getLogger("torchx_monarch")
+
+_MAX_ROLE_NAME = 255
+"""Bytes of the name of a folder on Linux: the logs of a role's replicas are in one of its name."""
 
 _described: dict[object, runopts] = {}
 
@@ -144,11 +148,26 @@ def run_options(kind: type[MonarchOpts]) -> runopts:
         return copy.deepcopy(_described[kind])
 
 
-def check_names(app: AppDef) -> None:
-    """Check that no two roles have the same name, by which status and logs identify them; raise UserError if two do."""
+def check_roles(app: AppDef) -> None:
+    """Check the names of an app's roles, by which status and logs identify them, and how they are retried.
+
+    Raises:
+        UserError: two roles have one name, a name is too long for a folder, or a field has a value of another type.
+    """
     for name, count in Counter(role.name for role in app.roles).items():
         if count > 1:
             raise UserError(f"two roles of app {app.name!r} are called {name!r}; each role needs a name of its own")
+        if (length := len(path_name(name))) > _MAX_ROLE_NAME:
+            raise UserError(
+                f"role {name[:20]!r}…: its name has {length} bytes; {_MAX_ROLE_NAME} are possible (a character that is "
+                "no ASCII letter, digit, -, _ or . counts as 3 or more)"
+            )
+    for role in app.roles:
+        if not isinstance(role.retry_policy, RetryPolicy):
+            names = " or ".join(f"RetryPolicy.{policy.name}" for policy in RetryPolicy)
+            raise UserError(f"role {role.name!r}: its retry_policy is {role.retry_policy!r}; it is {names}")
+        if not isinstance(role.max_retries, int):
+            raise UserError(f"role {role.name!r}: its max_retries is {role.max_retries!r}; it is a whole number")
 
 
 def check_images(app: AppDef, specs: Sequence[RoleSpec]) -> None:
