@@ -180,10 +180,11 @@ def test_second_ctrl_c_kills(work: Path) -> None:
     assert "killing monarch_local" in terminal.text
 
 
-@pytest.mark.parametrize(("number", "more"), [(signal.SIGTERM, ()), (signal.SIGHUP, ("--log",))])
-def test_a_signal_to_a_command_that_waits_ends_its_job(
-    work: Path, number: signal.Signals, more: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [(signal.SIGTERM, ["--wait"]), (signal.SIGHUP, ["--wait", "--log"]), (signal.SIGTERM, ["--stdin"])],
+)
+def test_a_signal_to_a_command_that_waits_ends_its_job(work: Path, number: signal.Signals, options: list[str]) -> None:
     """The ranks have their grace, and the command lives as long as they do."""
     text = """
 def stop(*_):
@@ -195,11 +196,22 @@ signal.signal(signal.SIGTERM, stop)
 open('ready', 'w').close()
 time.sleep(1000)
 """
-    words = ["--wait", *more, "-cfg", "preload=none", "monarch.spmd", "--nproc", "1", write(work, text)]
+    words = [*RUN, *options, "-cfg", "preload=none", "monarch.spmd", "--nproc", "1", write(work, text)]
+    in_json = {
+        "component_name": "monarch.spmd",
+        "component_args": {"script": "prog.py", "nproc": "1"},
+        "scheduler": "monarch_local",
+        "scheduler_args": {"preload": "none"},
+        "wait": True,
+    }
+    (work / "run.json").write_text(json.dumps(in_json))
     # What nohup ignores would be ignored here, too.
     begin = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
-    whole = [sys.executable, "-c", begin, *RUN, *words]
-    with subprocess.Popen(whole, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+    whole = [sys.executable, "-c", begin, *([*TORCHX, "run", "--stdin"] if options == ["--stdin"] else words)]
+    with (
+        (work / "run.json").open() as given,
+        subprocess.Popen(whole, cwd=work, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command,
+    ):
         until((work / "ready").exists, "the rank")
         command.send_signal(number)
         until((work / "told").exists, "the signal")

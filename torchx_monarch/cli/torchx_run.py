@@ -33,6 +33,13 @@ class CmdRun(TorchXCmdRun):  # type: ignore[misc]
         super().add_arguments(subparser)
         torchx_api.convert_option(subparser, "scheduler", _scheduler)
 
+    def torchx_json_from_stdin(self, args: argparse.Namespace | None = None) -> dict[str, Any]:
+        """Read the JSON of ``--stdin``, and make its options those of the command, as if they were typed."""
+        given: dict[str, Any] = super().torchx_json_from_stdin(args)
+        for name in ("wait", "log", "dryrun"):
+            setattr(args, name, bool(given.get(name)))
+        return given
+
     def run(self, args: argparse.Namespace) -> None:
         """Run a component; exit with a message if its name, its arguments or its script are wrong."""
         if not args.stdin:
