@@ -6,20 +6,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from torchx_monarch.backends.batch.backend import BatchBackend, BatchOpts, Job
+from torchx_monarch.backends.batch.backend import BatchBackend, Job
+from torchx_monarch.backends.batch.options import SubmitOpts
 from torchx_monarch.backends.batch.snapshot import QueuedJob
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.monarch import MonarchScheduler, create
 
 
-class TaskSpooler(BatchBackend[BatchOpts]):
+class TaskSpooler(BatchBackend[SubmitOpts]):
     """What tsp is told."""
 
-    options, name, install = BatchOpts, "task_spooler", "task-spooler"
+    options, name, install = SubmitOpts, "task_spooler", "task-spooler"
     cancel_command = ("sh", "-c", 'for id; do tsp -r "$id" || tsp -k "$id"; done', "sh")
     unknown_job = "cannot be removed|not running|not finished|queue"
 
-    def submit_command(self, job: Job, options: BatchOpts) -> Sequence[str]:
+    def submit_command(self, job: Job, options: SubmitOpts) -> Sequence[str]:
         """Return the command that submits a job and prints its id."""
         return ["tsp", "-L", job.name, *job.submit_args, *job.words]
 

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 import components
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
-from torchx_monarch.backends.batch.backend import BatchOpts
-from torchx_monarch.backends.batch.htcondor import HTCondorOpts
+from torchx_monarch.backends.batch.options import AccountOpts, BatchOpts
 from torchx_monarch.backends.batch.pbs import PbsOpts
 from torchx_monarch.backends.batch.sge import SgeOpts
 from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, run_options
@@ -42,7 +41,7 @@ _OPTIONS: dict[str, tuple[type[MonarchOpts], type[MonarchOpts] | None]] = {
     "monarch_slurm": (SlurmOpts, NetworkOpts),
     "monarch_pbs": (PbsOpts, NetworkOpts),
     "monarch_lsf": (BatchOpts, NetworkOpts),
-    "monarch_htcondor": (HTCondorOpts, NetworkOpts),
+    "monarch_htcondor": (AccountOpts, NetworkOpts),
     "monarch_sge": (SgeOpts, NetworkOpts),
     "monarch_ssh": (SshOpts, NetworkOpts),
     "monarch_kubernetes": (KubernetesOpts, NetworkOpts),

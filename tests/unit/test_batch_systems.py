@@ -8,15 +8,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from torchx_monarch.backends.batch.backend import BatchOpts, Job
-from torchx_monarch.backends.batch.htcondor import HTCondorBackend, HTCondorOpts
+from torchx_monarch.backends.batch.backend import Job
+from torchx_monarch.backends.batch.htcondor import HTCondorBackend
 from torchx_monarch.backends.batch.lsf import LsfBackend
+from torchx_monarch.backends.batch.options import AccountOpts, BatchOpts, time_limit
 from torchx_monarch.backends.batch.pbs import PbsBackend, PbsOpts
+from torchx_monarch.backends.batch.sge import SgeBackend, SgeOpts
 from torchx_monarch.backends.batch.snapshot import QueuedJob
-from torchx_monarch.backends.core.errors import BackendError
+from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.model.state import State
 
-JOB = Job("m-x-0", ["/a b/python", "it's", '"$HOME"'], 2, 4, 8, 1000, "/jobs/x/job.log", ["-A", "proj"])
+JOB = Job("m-x-0", ["/a b/python", "it's", '"$HOME"'], 2, 4, 8, 1000, "/jobs/x/job.log", ["-x", "more"])
 
 QSTAT = """
 pbs: 
@@ -59,10 +61,11 @@ def answers(monkeypatch: pytest.MonkeyPatch, backend: type, text: str) -> None:
 
 
 def test_pbs(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = PbsOpts(queue="workq")
+    options = PbsOpts(queue="workq", time="1-2:3:4", account="proj")
     assert PbsBackend().submit_command(JOB, options) == [
         *("qsub", "-V", "-N", "m-x-0", "-l", "select=1:ncpus=4:mem=1000mb:ngpus=8"),
-        *("-j", "oe", "-o", "/jobs/x/job.log", "-q", "workq", "-A", "proj", "--", *JOB.words),
+        *("-j", "oe", "-o", "/jobs/x/job.log", "-q", "workq", "-l", "walltime=26:03:04", "-A", "proj"),
+        *("-x", "more", "--", *JOB.words),
     ]
     answers(monkeypatch, PbsBackend, QSTAT)
     assert PbsBackend().queued() == {
@@ -76,9 +79,9 @@ def test_pbs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lsf(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert LsfBackend().submit_command(JOB, BatchOpts(queue="normal")) == [
+    assert LsfBackend().submit_command(JOB, BatchOpts(queue="normal", time="90:30", account="proj")) == [
         *("bsub", "-J", "m-x-0[1-2]", "-o", "/jobs/x/job.log", "-q", "normal", "-n", "4", "-R", "span[hosts=1]"),
-        *("-R", "rusage[mem=1000MB]", "-gpu", "num=8", "-A", "proj"),
+        *("-R", "rusage[mem=1000MB]", "-gpu", "num=8", "-W", "1:31", "-P", "proj", "-x", "more"),
         "'/a b/python' 'it'\"'\"'s' '\"$HOME\"'",
     ]
     answers(monkeypatch, LsfBackend, json.dumps(BJOBS))
@@ -86,6 +89,26 @@ def test_lsf(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LsfBackend().queued() == {"7.1": RUNNING, "7.2": waiting, "7.3": RUNNING}
     answers(monkeypatch, LsfBackend, "No unfinished job found\n")
     assert LsfBackend().queued() == {}
+
+
+def test_sge() -> None:
+    options = SgeOpts(queue="all.q", time="2-12", account="proj")
+    command = " ".join(SgeBackend().submit_command(JOB, options))
+    assert " -q all.q -l h_rt=60:00:00 -P proj -pe smp 4 -l mem_free=1000M -l gpu=8 -x more /a b/python" in command
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("240", 14400), ("4:30", 270), ("4:00:01", 14401), ("1-0", 86400), ("1-1:30", 91800), ("1-01:30:05", 91805)],
+)
+def test_a_time_limit_is_read_as_sbatch_reads_it(text: str, seconds: int) -> None:
+    assert time_limit(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["4h", "0", "1:2:3:4", "-5", "1-2-3", "UNLIMITED", "²"])
+def test_another_time_limit_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=rf"^Run option `time` is {text}; it is MINUTES, MINUTES:SECONDS, HOURS:"):
+        PbsBackend().submit_command(JOB, PbsOpts(time=text))
 
 
 @pytest.mark.parametrize("message", ["No unfinished job found", "LSF is down"])
@@ -102,9 +125,11 @@ def test_lsf_has_a_code_for_an_empty_queue(monkeypatch: pytest.MonkeyPatch, mess
 
 
 def test_htcondor(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = HTCondorBackend().submit_command(JOB._replace(submit_args=["hold=True"]), HTCondorOpts())
+    options = AccountOpts(time="90", account="group_physics.proj")
+    command = HTCondorBackend().submit_command(JOB._replace(submit_args=["hold=True"]), options)
     assert command[:2] == ["condor_submit", "-terse"] and command[-3:] == ["hold=True", "-queue", "2"]
     settings = dict(word.split("=", 1) for word in command[2:-2])
+    assert (settings["allowed_job_duration"], settings["accounting_group"]) == ("5400", "group_physics.proj")
     assert settings["executable"] == "/a b/python"
     assert settings["arguments"] == '"\'it\'\'s\' ""$(DOLLAR)HOME"""'
     amounts = {name: value for name, value in settings.items() if name.startswith("request_")}

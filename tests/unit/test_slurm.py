@@ -74,6 +74,7 @@ def test_command_line_says_what_is_asked_for(runner: Runner) -> None:
         "exclusive": True,
         "exclude_nodes": "n7+n[1-3]",
         "signal": "B:TERM@60",
+        "submit_args": "--nice=5 --licenses='a b'",
     }
     request = dryrun(runner, app(), **options)
     first, second = " ".join(request.commands[0]).split(" : ")
@@ -94,6 +95,7 @@ def test_command_line_says_what_is_asked_for(runner: Runner) -> None:
     assert "--exclusive" in first and "--exclude=n7,n[1-3]" in first
     for words in ("--cpus-per-task=3", "--mem=2048", "--gres=gpu:2", "--job-name=my-app", "--no-requeue"):
         assert words in first.split()
+    assert first.count("--nice=5 --licenses=a b") == second.count("--nice=5 --licenses=a b") == 1
     assert "--gres" not in second
     assert dryrun(runner, app(), gres="gpu:a100:4").commands[0].count("--gres=gpu:a100:4") == 1
     assert "--mem" not in " ".join(dryrun(runner, app(), nomem=True).commands[0])

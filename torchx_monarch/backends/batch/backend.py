@@ -25,6 +25,7 @@ from torchx.specs import AppDef, Role
 
 from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.batch.folder import BatchRequest, BatchRole, JobFolder
+from torchx_monarch.backends.batch.options import SubmitOpts
 from torchx_monarch.backends.batch.snapshot import QueuedJob, has_ended, read_role
 from torchx_monarch.backends.core import state_files, submitted_app
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
@@ -37,7 +38,6 @@ from torchx_monarch.backends.core.errors import (
     SubmittedAlreadyError,
     UserError,
 )
-from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
@@ -56,17 +56,6 @@ _QUEUE_INTERVAL = 5.0
 
 _TIMEOUT = 60.0
 """Seconds that a command may take: a batch system may answer late under load."""
-
-
-@dataclass
-class BatchOpts(NetworkOpts):
-    """Run options of batch systems."""
-
-    queue: str = ""
-    """Queue, partition or class of the jobs; empty for the system's default."""
-
-    submit_args: str = ""
-    """Further words for the command that submits, quoted as in a shell."""
 
 
 class Job(NamedTuple):
@@ -101,7 +90,7 @@ class BatchSnapshot(AppSnapshot):
     jobs: Sequence[str]
 
 
-O = TypeVar("O", bound=NetworkOpts)  # noqa: E741
+O = TypeVar("O", bound=SubmitOpts)  # noqa: E741
 
 
 class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
@@ -195,11 +184,10 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def check_options(self, options: O) -> None:
-        words = getattr(options, "submit_args", "")
         try:
-            shlex.split(words)
+            shlex.split(options.submit_args)
         except ValueError as error:
-            raise UserError(f"Run option `submit_args` is {words}: {error}") from None
+            raise UserError(f"Run option `submit_args` is {options.submit_args}: {error}") from None
 
     @property
     def root(self) -> str:
@@ -217,7 +205,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         return BatchRequest(app.name, folder.root, roles, commands, float(options.grace))
 
     def _jobs(self, folder: JobFolder, roles: Sequence[Role], options: O) -> Iterator[Job]:
-        submit_args = shlex.split(getattr(options, "submit_args", ""))
+        submit_args = shlex.split(options.submit_args)
         for index, role in enumerate(roles):
             words = [sys.executable, "-I", "-S", entrypoint.__file__, "batch.task", folder.root, str(index)]
             amounts = (role.resource.cpu, role.resource.gpu, role.resource.memMB)

@@ -6,35 +6,28 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from torchx_monarch.backends.batch.backend import BatchBackend, Job
+from torchx_monarch.backends.batch.options import AccountOpts, time_limit
 from torchx_monarch.backends.batch.snapshot import QueuedJob
-from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.model.state import State
 
 
-@dataclass
-class HTCondorOpts(NetworkOpts):
-    """Run options of monarch_htcondor."""
-
-    submit_args: str = ""
-    """Further words for condor_submit, quoted as in a shell: `accounting_group=physics`."""
-
-
-class HTCondorBackend(BatchBackend[HTCondorOpts]):
+class HTCondorBackend(BatchBackend[AccountOpts]):
     """HTCondor's commands."""
 
-    options, name, install = HTCondorOpts, "htcondor", "HTCondor's commands (Debian 13: htcondor)"
+    options, name, install = AccountOpts, "htcondor", "HTCondor's commands (Debian 13: htcondor)"
     array, cancel_command = "CONDOR_PROCESS", ("condor_rm",)
     job_id, unknown_job = r"(\d+)\.\d+ - ", "(?i)not found|couldn't find|no jobs"
 
-    def submit_command(self, job: Job, options: HTCondorOpts) -> Sequence[str]:
+    def submit_command(self, job: Job, options: AccountOpts) -> Sequence[str]:
         log = f"{job.output}.$(ProcId)"
         words = [f"batch_name={job.name}", f"executable={job.words[0]}", f"arguments={_quoted(job.words[1:])}"]
         # Without transfer of files only machines of the submitting one's FILESYSTEM_DOMAIN get the job.
         words += ["transfer_executable=False", "should_transfer_files=NO", f"output={log}", f"error={log}"]
         words += ["getenv=True", f'environment="{self.array}=$(ProcId)"']
+        words += [f"allowed_job_duration={time_limit(options.time)}"] if options.time else []
+        words += [f"accounting_group={options.account}"] if options.account else []
         amounts = {"cpus": job.cpu, "memory": job.memory, "gpus": job.gpu}
         words += [f"request_{name}={amount}" for name, amount in amounts.items() if amount]
         return ["condor_submit", "-terse", *words, *job.submit_args, "-queue", str(job.tasks)]

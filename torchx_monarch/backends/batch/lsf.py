@@ -8,7 +8,8 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from torchx_monarch.backends.batch.backend import BatchBackend, BatchOpts, Job
+from torchx_monarch.backends.batch.backend import BatchBackend, Job
+from torchx_monarch.backends.batch.options import BatchOpts, clock, time_limit
 from torchx_monarch.backends.batch.snapshot import QueuedJob
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.model.state import State
@@ -28,6 +29,8 @@ class LsfBackend(BatchBackend[BatchOpts]):
         words += ["-n", str(job.cpu), "-R", "span[hosts=1]"] if job.cpu > 1 else []
         words += ["-R", f"rusage[mem={job.memory}MB]"] if job.memory else []
         words += ["-gpu", f"num={job.gpu}"] if job.gpu else []
+        words += ["-W", clock(time_limit(options.time) + 59)[:-3]] if options.time else []  # in whole minutes
+        words += ["-P", options.account] if options.account else []
         return [*words, *job.submit_args, shlex.join(job.words)]  # a shell gets the command
 
     def cancel(self, jobs: Sequence[str]) -> None:

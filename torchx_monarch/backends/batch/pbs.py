@@ -7,7 +7,8 @@ import getpass
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchx_monarch.backends.batch.backend import BatchBackend, BatchOpts, Job
+from torchx_monarch.backends.batch.backend import BatchBackend, Job
+from torchx_monarch.backends.batch.options import BatchOpts, clock, time_limit
 from torchx_monarch.backends.batch.snapshot import QueuedJob
 from torchx_monarch.model.state import State
 
@@ -35,6 +36,8 @@ class PbsBackend(BatchBackend[PbsOpts]):
         chunk += f":{options.gpu_resource}={job.gpu}" if job.gpu else ""
         words = ["qsub", "-V", "-N", job.name, "-l", chunk, "-j", "oe", "-o", job.output]
         words += ["-q", options.queue] if options.queue else []
+        words += ["-l", f"walltime={clock(time_limit(options.time))}"] if options.time else []
+        words += ["-A", options.account] if options.account else []
         return [*words, *job.submit_args, "--", *job.words]
 
     def queued(self) -> Mapping[str, QueuedJob]:

@@ -8,7 +8,8 @@ import xml.etree.ElementTree as xml
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchx_monarch.backends.batch.backend import BatchBackend, BatchOpts, Job
+from torchx_monarch.backends.batch.backend import BatchBackend, Job
+from torchx_monarch.backends.batch.options import BatchOpts, clock, time_limit
 from torchx_monarch.backends.batch.snapshot import QueuedJob
 from torchx_monarch.model.state import State
 
@@ -37,6 +38,8 @@ class SgeBackend(BatchBackend[SgeOpts]):
         words = ["qsub", "-terse", "-b", "y", "-V", "-r", "n", "-N", job.name, "-t", f"1-{job.tasks}"]
         words += ["-wd", os.path.dirname(job.output), "-j", "y", "-o", job.output]
         words += ["-q", options.queue] if options.queue else []
+        words += ["-l", f"h_rt={clock(time_limit(options.time))}"] if options.time else []
+        words += ["-P", options.account] if options.account else []
         words += ["-pe", options.parallel_environment, str(job.cpu)] if job.cpu > 1 else []
         words += ["-l", f"{options.memory_resource}={job.memory}M"] if job.memory and options.memory_resource else []
         words += ["-l", f"{options.gpu_resource}={job.gpu}"] if job.gpu else []

@@ -114,6 +114,7 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def check_options(self, options: SlurmOpts) -> None:
+        super().check_options(options)
         for name, (pattern, allowed) in _ALLOWED.items():
             value = options[name]
             if value is not None and not re.fullmatch(pattern, value):

@@ -5,24 +5,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torchx_monarch.backends.core.options import NetworkOpts
+from torchx_monarch.backends.batch.options import AccountOpts
 
 
 @dataclass
-class SlurmOpts(NetworkOpts):
+class SlurmOpts(AccountOpts):
     """Run options of monarch_slurm."""
 
     partition: str | None = None
     """The partition to run the job in."""
 
-    account: str | None = None
-    """The account to charge."""
-
     qos: str | None = None
     """Quality of Service."""
-
-    time: str | None = None
-    """Time limit: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes[:seconds]."""
 
     constraint: str | None = None
     """Features that the nodes must have."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -46,7 +47,8 @@ def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) 
     )
     components = [shared] if (shared := _share_allocation(roles)) else [role.sbatch for role in roles]
     job_options = _job_options(app, options, path, requeue)
-    request.commands.append(_sbatch(path, [{**job_options, **component} for component in components]))
+    submit_args = shlex.split(options.submit_args)
+    request.commands.append(_sbatch(path, [{**job_options, **component} for component in components], submit_args))
     return request
 
 
@@ -79,7 +81,7 @@ def _share_allocation(roles: Sequence[SlurmRole]) -> dict[str, str | None]:
     return options
 
 
-def _sbatch(folder: str, components: Sequence[Mapping[str, str | None]]) -> list[str]:
+def _sbatch(folder: str, components: Sequence[Mapping[str, str | None]], submit_args: Sequence[str]) -> list[str]:
     """Return the sbatch command.
 
     Options are on the command line because variables such as SBATCH_PARTITION override those in the script, and because
@@ -87,7 +89,7 @@ def _sbatch(folder: str, components: Sequence[Mapping[str, str | None]]) -> list
     """
     words = ["sbatch", "--parsable", "--export=ALL"]
     for index, options in enumerate(components):
-        words += [":"] * (index > 0) + option_words(options)
+        words += [":"] * (index > 0) + [*option_words(options), *submit_args]
     return [*words, os.path.join(folder, "job.sh")]
 
 
