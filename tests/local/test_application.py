@@ -44,15 +44,13 @@ PROGRAM = """
 def roles(folder: Path, tmp_path: Path) -> Callable[..., tuple[Hosts, Hosts]]:
     """Two roles of two hosts each; what their ranks do when all four have begun, and which role is slow to end."""
 
-    def make(
-        then: str, slow: str = "", wrapper: tuple[str, ...] = AGAIN, grace: int = 60, more: tuple[str, ...] = ()
-    ) -> tuple[Hosts, Hosts]:
+    def make(then: str, slow: str = "", wrapper: tuple[str, ...] = AGAIN, grace: int = 60) -> tuple[Hosts, Hosts]:
         path = tmp_path / "prog.py"
         path.write_text(textwrap.dedent(PROGRAM).replace("SLOW", slow) + textwrap.dedent(then))
         made = []
         for name in ("trainer", "reader"):
             (folder / name).mkdir()
-            together = ("--application", f"unix:{folder}/trainer.sock", "--peer-roles", "1")
+            server = ("--application", f"unix:{folder}/trainer.sock")
             options = (
                 "--grace",
                 str(grace),
@@ -62,8 +60,7 @@ def roles(folder: Path, tmp_path: Path) -> Callable[..., tuple[Hosts, Hosts]]:
                 name,
                 "--host-timeout",
                 "120",
-                *together,
-                *more,
+                *(("--peer-roles", "1") if name == "trainer" else server),
             )
             environ = {"MONARCH_RENDEZVOUS": f"unix:{folder}/{name}.sock"}
             command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--tee", "3", str(path)]
@@ -162,40 +159,6 @@ def test_a_first_role_that_has_succeeded_disturbs_nobody(
     (folder / "go").touch()
     assert reader.wait() == [0, 0], reader.err()
     assert len(starts(folder)) == 1
-
-
-def test_a_first_role_waits_for_those_that_it_is_to_await(
-    folder: Path, roles: Callable[..., tuple[Hosts, Hosts]]
-) -> None:
-    """As on AWS Batch, where the end of its replica 0 is the end of all."""
-    then = f"""
-        if role == "trainer":
-            open("{folder}/over" + os.environ["RANK"], "w").close()
-            sys.exit()
-        while not os.path.exists("{folder}/go"):
-            time.sleep(0.05)
-        sys.exit(7)
-    """
-    trainer, reader = roles(then, wrapper=(), more=("--await-role", "reader"))
-    trainer.start()
-    reader.start()
-    until(lambda: all((folder / f"over{rank}").exists() for rank in (0, 1)), "the first role's ranks")
-    # The program's end is a moment before the host's, were it to end now.
-    until(lambda: "waiting for the end of role reader" in trainer.err(), "the wait")
-    assert all(process.poll() is None for process in trainer.processes.values())
-    (folder / "go").touch()
-    assert (reader.wait(), trainer.wait()) == ([7, 7], [7, 7]), trainer.err() + reader.err()
-    assert "FAILED: reader/" in trainer.err(), trainer.err()
-
-
-def test_a_role_that_never_comes_is_not_awaited_for_ever(
-    folder: Path, roles: Callable[..., tuple[Hosts, Hosts]]
-) -> None:
-    (folder / "said").write_text("begin reader0\nbegin reader1\n")
-    trainer, _ = roles("", wrapper=(), more=("--await-role", "reader", "--host-timeout", "5"))
-    trainer.start()
-    assert trainer.wait() == [1, 1]
-    assert "replica 0 of role reader has not arrived in 5 s (--host-timeout)" in trainer.err()
 
 
 def test_all_that_are_told_to_stop_stop_at_once(folder: Path, roles: Callable[..., tuple[Hosts, Hosts]]) -> None:

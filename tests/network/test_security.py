@@ -106,12 +106,11 @@ def job(
     hosts_credentials, client = credentials.create()
     waits = ["sh", "-c", f"until [ -e {go} ]; do sleep 0.1; done"]
     ranks = ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--tee", "3", "--no-python", *waits]
-    where = f"tls:{machines.address(0)}:{PORT}"
     hosts = networked(
         machines,
         ranks,
         # As the first of several roles.
-        options=("--grace", "5", "--preload", "", "--role-registry", where, "--application", where),
+        options=("--grace", "5", "--preload", "", "--peer-roles", "1"),
         environ={"MONARCH_CREDENTIALS": hosts_credentials.to_text()},
     ).start()
     try:
@@ -236,10 +235,9 @@ def test_a_client_looks_and_stops_and_does_nothing_else(job: Job) -> None:
     refused = job.talk(me, {"type": "register", "host": state["hosts"][1]})
     assert refused is not None and refused["type"] == "refused"
     assert "a client may look at the job and stop it" in refused["reason"]
-    for kind in ("register-role", "lookup-role"):
-        refused = job.talk(me, {"type": kind, "role": "b", "start": "", "host": "10.99.0.3", "port": 1})
-        assert refused is not None and refused["type"] == "refused"
-        assert "a client may look at the job and stop it" in refused["reason"]
+    refused = job.talk(me, {"type": "register-role", "role": "b"})
+    assert refused is not None and refused["type"] == "refused"
+    assert "a client may look at the job and stop it" in refused["reason"]
     assert all(process.poll() is None for process in job.hosts.processes.values())
     assert (job.talk(me, {"type": "stop"}) or {})["type"] == "state"
     assert job.hosts.wait() == [143, 143]

@@ -42,6 +42,11 @@ def role(name: str = "trainer", replicas: int = 2, **more: Any) -> Role:
     return Role(name, "image", entrypoint="torchrun", args=args, num_replicas=replicas, **more)
 
 
+def shell(name: str, replicas: int) -> Role:
+    resource = Resource(cpu=1, gpu=0, memMB=512)
+    return Role(name, "image", entrypoint="sh", args=["-c", "x"], num_replicas=replicas, resource=resource)
+
+
 def containers(made: BatchJob) -> list[dict[str, Any]]:
     if "containerProperties" in made.definition:
         return [made.definition["containerProperties"]]
@@ -116,7 +121,7 @@ def test_neuron_devices() -> None:
 
 
 def test_one_node_range_for_each_role() -> None:
-    made = job(role("a", 2), role("b", 1), role("c", 3))
+    made = job(role("a", 2), shell("b", 1), shell("c", 3))
     assert complaints(made) == []
     nodes = made.definition["nodeProperties"]
     assert (nodes["numNodes"], nodes["mainNode"]) == (6, 0)
@@ -150,8 +155,8 @@ def test_retries() -> None:
     ("roles", "words"),
     [
         (
-            [Role("a", "image", entrypoint="sh", args=["-c", "x"], resource=Resource(1, 0, 512)), role("b", 2)],
-            "role 'b' has 2 replicas that are to meet, and AWS Batch tells them the address of the first role alone",
+            [shell("a", 1), role("b", 2)],
+            "role 'b' needs hosts, and this scheduler has them in the first role alone",
         ),
         ([role(max_retries=1, retry_policy=RetryPolicy.REPLICA)], "AWS Batch replaces no single node"),
         ([role(max_retries=10)], "max_retries is 10; AWS Batch starts a job again at most 9 times"),
@@ -162,42 +167,6 @@ def test_what_cannot_be_is_refused(roles: list[Role], words: str) -> None:
     with pytest.raises(ValueError) as told:
         job(*roles)
     assert words in str(told.value)
-
-
-def directories(made: BatchJob) -> list[bool]:
-    """Which roles ask and are asked where replicas 0 are; the same ones have to tell attempts from each other."""
-    return [
-        "--role-registry tls:@AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:20100 " in " ".join(container["command"])
-        for container in containers(made)
-    ]
-
-
-def test_roles_beside_the_main_one_meet_by_its_directory() -> None:
-    shell = Role("sh", "image", entrypoint="sh", args=["-c", "x"], num_replicas=2, resource=Resource(1, 0, 512))
-    made = job(role("a", 1), role("b", 1), role("c", 3), shell, rendezvous_port=20100)
-    assert directories(made) == [True, False, True, False]
-    assert "tls:@:20102" in " ".join(containers(made)[2]["command"])
-    for container in containers(made)[:3]:
-        assert {"name": "MONARCH_START", "value": "@AWS_BATCH_JOB_ATTEMPT"} in container["environment"]
-
-
-def test_the_end_of_one_role_is_made_that_of_all() -> None:
-    """Whatever the policy: Batch ends and retries jobs as a whole, by their main node."""
-    main = "tls:@AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:20100"
-    ends = f" --application {main} --peer-roles 1 --await-role b -- torchrun "
-    for container in containers(job(role("a", 1), role("b", 1), rendezvous_port=20100)):
-        assert ends in " ".join(container["command"])
-    assert "--application" not in str(job(role("a", 2)))
-    sidecar = role("b", 1)
-    sidecar.metadata["monarch"] = {"sidecar": True}
-    assert "--await-role" not in str(job(role("a", 1), sidecar).definition)
-
-
-def test_apps_whose_roles_need_none_have_no_directory() -> None:
-    made = job(role("a", 2), role("b", 1), rendezvous_port=20100)
-    assert directories(made) == [False, False]
-    assert "tls:@:20101" in " ".join(containers(made)[1]["command"])
-    assert "MONARCH_START" not in str(job(role("a", 2)))
 
 
 @given(
@@ -239,20 +208,19 @@ def test_names_are_valid(name: str) -> None:
 
 @pytest.mark.parametrize("secret", [False, True])
 def test_only_hosts_get_credentials(secret: bool) -> None:
-    shell = Role("sh", "image", entrypoint="sh", args=["-c", "x"], resource=Resource(1, 0, 512))
-    theirs = role("b", 1, env={"MONARCH_CREDENTIALS": "of the user"})
-    made = job(role("a", 1), shell, theirs, secret=secret, execution_role_arn="arn:aws:iam::1:role/x")
+    mine = role("a", 1, env={"MONARCH_CREDENTIALS": "of the user"})
+    made = job(mine, shell("sh", 1), secret=secret, execution_role_arn="arn:aws:iam::1:role/x")
     before = str(made)
-    hosts = RoleSpec("a", workload=WorkloadKind.RANKS), RoleSpec("sh"), RoleSpec("b", workload=WorkloadKind.RANKS)
-    made.definition = request.with_credentials(made, hosts, "given")
+    made.definition = request.with_credentials(
+        made, [RoleSpec("a", workload=WorkloadKind.RANKS), RoleSpec("sh")], "given"
+    )
     assert complaints(made) == []
     where, key = ("secrets", "valueFrom") if secret else ("environment", "value")
     given = [
         [variable for variable in container.get(where, ()) if variable["name"] == "MONARCH_CREDENTIALS"]
         for container in containers(made)
     ]
-    mine = [{"name": "MONARCH_CREDENTIALS", key: "given"}]
-    assert given == [mine, [], mine]
+    assert given == [[{"name": "MONARCH_CREDENTIALS", key: "given"}], []]
     assert "given" not in before and "of the user" not in before
 
 

@@ -21,7 +21,7 @@ from torchx.specs import AppDef, RetryPolicy, Role, macros
 from torchx_monarch.command.command import CommandError, parse
 from torchx_monarch.command.rank_command import rank_command
 from torchx_monarch.command.rewrite import WrapOptions, rewrite
-from torchx_monarch.components import ft, spmd
+from torchx_monarch.components import controller, ft, spmd
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.role_spec import RoleMetadataError
 
@@ -338,28 +338,27 @@ def test_only_backends_that_replace_replicas_promise_replacements() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "always", "told"),
+    ("change", "peers"),
     [
-        ({}, False, [True, True, False]),
-        ({"max_retries": 0}, False, [False, False, False]),
-        ({"max_retries": 0}, True, [True, True, False]),
-        ({"retry_policy": RetryPolicy.ROLE}, False, [False, False, False]),
-        ({"args": ["-m", "torchx_monarch.hosts"], "entrypoint": "python"}, True, [False, False, False]),
-        ({"args": ["-c", "sleep 1"], "entrypoint": "sh"}, True, [False, False, False]),
+        ({}, 1),
+        ({"max_retries": 0}, 0),
+        ({"retry_policy": RetryPolicy.ROLE}, 0),
+        ({"args": ["-m", "torchx_monarch.hosts"], "entrypoint": "python"}, 0),
+        ({"args": ["-c", "sleep 1"], "entrypoint": "sh"}, 0),
     ],
 )
-def test_roles_that_end_together_are_told_where_the_first_one_is(
-    change: dict[str, Any], always: bool, told: list[bool]
-) -> None:
+@pytest.mark.parametrize("address", ["unix:@MONARCH_RUN_DIR/0.sock", "tls:@MAIN:1"])
+def test_roles_that_restart_together_connect_to_the_first_one(change: dict[str, Any], peers: int, address: str) -> None:
     roles = [Role(name, "image", entrypoint="torchrun", args=["a.py"], max_retries=2) for name in ("a", "b")]
     roles.append(Role("c", "image", entrypoint="sh", args=["-c", "sleep 1"]))
     for name, value in change.items():
         setattr(roles[0], name, value)
-    given = AppDef("app", roles)
-    options = WrapOptions(application="tls:@MAIN:1", always_together=always)
-    made = rewrite(given, options)
-    assert [" --application tls:@MAIN:1 " in " ".join(role.args) for role in made.app.roles] == told
-    assert [spec.ends_together for spec in made.roles] == told
+    rendezvous = {"a": "tls:@MAIN:1", "b": "tls:@OTHER:2"} if address.startswith("tls") else {}
+    made = rewrite(AppDef("app", roles), WrapOptions(rendezvous=rendezvous))
+    words = [" ".join(role.args) for role in made.app.roles]
+    assert [" --peer-roles 1 " in given for given in words] == [peers > 0, False, False]
+    assert [f" --application {address} " in given for given in words] == [False, peers > 0, False]
+    assert [spec.ends_together for spec in made.roles] == [peers > 0, peers > 0, False]
 
 
 def test_groups_find_the_lighthouse_on_another_machine() -> None:
@@ -373,7 +372,39 @@ def test_groups_find_the_lighthouse_on_another_machine() -> None:
     assert words[words.index("--lighthouse") + 1] == f"@MONARCH_REPLICA0_2:{port}"
     assert result.app.roles[-1].args[:2] == ["--bind", f"0.0.0.0:{port}"]
     assert [spec.min_groups for spec in result.roles] == [1, 1, 0] and result.roles[-1].lighthouse_port == port
-    with pytest.raises(CommandError, match="restarts the whole app alone"):
-        rewrite(given, WrapOptions(rendezvous=rendezvous, always_together=True))
-    with pytest.raises(CommandError, match="learns the address"):
-        rewrite(given, WrapOptions(rendezvous={**rendezvous, "lighthouse": "tls:@:26002"}))
+
+
+SIDECAR = {"monarch": {"sidecar": True}}
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        (ft("train.py", j="2x1").roles, "role 'group1' needs hosts, and this scheduler has them in the first role"),
+        (ft("train.py", j="1x1").roles, "on this scheduler no role learns the address of the role 'lighthouse'"),
+        (controller("a.py", meshes={"a": "1", "b": "2"}).roles, "role 'b' needs hosts, .* first role alone .'a'."),
+        ([Role("a", "", entrypoint="true"), Role("b", "", entrypoint="torchrun", args=["b.py"])], "role 'b' needs"),
+        (
+            [
+                Role("a", "", entrypoint="torchrun", args=["a.py"]),
+                Role("b", "", entrypoint="torchrun", args=["--nnodes=2", "b.py"], num_replicas=2, metadata=SIDECAR),
+            ],
+            "Other monarch_. schedulers, such as monarch_slurm .* submit 'b' as an app of its own",
+        ),
+    ],
+)
+def test_hosts_of_several_roles_are_refused_where_one_alone_can_have_them(roles: list[Role], message: str) -> None:
+    rendezvous = {roles[0].name: "tls:@MAIN:1"}
+    with pytest.raises(CommandError, match=message):
+        rewrite(AppDef("app", roles), WrapOptions(rendezvous=rendezvous, one_host_role=True))
+
+
+def test_sidecars_run_without_hosts_where_one_role_alone_can_have_them() -> None:
+    roles = [
+        Role("a", "", entrypoint="torchrun", args=["a.py"]),
+        Role("b", "", entrypoint="python", args=["-m", "tensorboard.main"], metadata=SIDECAR),
+        Role("c", "", entrypoint="sleep", args=["100"]),
+    ]
+    made = rewrite(AppDef("app", roles), WrapOptions(rendezvous={"a": "tls:@MAIN:1"}, one_host_role=True))
+    assert [spec.runs_hosts for spec in made.roles] == [True, False, False]
+    assert made.app.roles[1].args == ["-m", "tensorboard.main"]

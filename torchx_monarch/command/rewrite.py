@@ -25,7 +25,9 @@ from torchx_monarch.model.role_spec import (
     LIGHTHOUSE_PORT,
     LOOPBACK,
     MAX_REPLICAS,
+    METADATA_KEY,
     MIN_GROUPS,
+    SIDECAR,
     SPARES,
     RoleMetadataError,
     RoleSpec,
@@ -43,20 +45,15 @@ class WrapOptions:
     Attributes:
         python: name or path of the Python interpreter on the hosts.
         spec: the options that the hosts of all roles share; those of one role are filled in for each role.
-        rendezvous: address of replica 0 of each role, by role name; empty if all roles run on one machine. The host of
-            an address is ``@`` if it is unknown before replica 0 runs.
-        application: address of the first role's replica 0, on backends that end each role separately; empty for other
-            backends.
-        always_together: whether, on those backends, the failure of one role ends all roles whatever their retry policy,
-            and the end of the first role ends all. The first role then waits for the other roles that are not sidecars.
+        rendezvous: address of replica 0 of each role with hosts, by role name; empty if all share one machine.
+        one_host_role: whether only the first role may have hosts (``Capabilities.one_host_role``).
         supervised: whether a supervisor runs the command for the end of the job, and not replica 0.
     """
 
     python: str = "python"
     spec: HostSpec = HostSpec()
     rendezvous: Mapping[str, str] = field(default_factory=dict)
-    application: str = ""
-    always_together: bool = False
+    one_host_role: bool = False
     supervised: bool = False
 
 
@@ -73,16 +70,15 @@ class _Coordination:
     """What the roles of an app need of each other.
 
     Attributes:
-        registry: address of the role registry (``controller.roles``) for each role that uses it. Replica 0 of the first
-            role keeps it.
-        peer_roles: number of further roles that end together with the first one; 0 if each role ends by itself.
-        awaited: the roles for whose success the first one waits.
+        server: the role with whose replica 0 those of the other roles connect (``controller.roles``); empty for none.
+        address: where it listens.
+        peer_roles: how many these are.
         meshes: the meshes of a controller's script with their addresses, as ``--peers`` has them.
     """
 
-    registry: Mapping[str, str] = field(default_factory=dict)
+    server: str = ""
+    address: str = ""
     peer_roles: int = 0
-    awaited: tuple[str, ...] = ()
     meshes: str = ""
 
     @classmethod
@@ -92,31 +88,16 @@ class _Coordination:
         # Roles of other commands have no mesh that a script could use.
         waiting = [role.name for role, found in hosts if found.command.kind == "hosts"]
         meshes = ",".join(f"{name}={options.rendezvous[name]}" for name in waiting if name in options.rendezvous)
-        # Replicas 0 of different roles connect to each other if they have network addresses, by that of the first role.
-        has_addresses = bool(options.rendezvous or options.application)
-        if len(app.roles) == 1 or not has_addresses or not hosts or hosts[0][0] is not app.roles[0]:
-            return cls(meshes=meshes)
-        (main, first), *others = hosts
-        # Before it runs, their replica 0 has no address; their other hosts, or the first role's script, ask for it.
-        unknown = [(role, found) for role, found in others if ":@:" in options.rendezvous.get(role.name, "")]
-        asked = [
-            role.name
-            for role, found in unknown
-            if role.num_replicas > 1 or (first.command.kind == "actors" and found.command.kind == "hosts")
-        ]
-        registry = {name: options.rendezvous[main.name] for name in (main.name, *asked)} if asked else {}
         # Roles that wait for clients never end together.
-        if not options.application or waiting or not _end_together([role for role, _ in hosts], options):
-            return cls(registry, meshes=meshes)
-        awaited = [role.name for role, _ in others if options.always_together and not is_sidecar(role)]
-        return cls(registry, len(others), tuple(awaited), meshes)
+        if waiting or len(hosts) < 2 or not all(_restarts_app(role) for role, _ in hosts):
+            return cls(meshes=meshes)
+        first = hosts[0][0]
+        local = f"unix:@MONARCH_RUN_DIR/{app.roles.index(first)}.sock"  # in a folder that only the hosts know
+        return cls(first.name, options.rendezvous.get(first.name, local), len(hosts) - 1, meshes)
 
 
-def _end_together(roles: Sequence[Role], options: WrapOptions) -> bool:
-    """Return whether the backend always requires roles to end together, or all of them restart together."""
-    return options.always_together or all(
-        role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0 for role in roles
-    )
+def _restarts_app(role: Role) -> bool:
+    return role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0
 
 
 def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
@@ -126,15 +107,35 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     """
     rewritten = copy.deepcopy(app)
     commands = [find_rank_command(role) for role in app.roles]
+    if options.one_host_role:
+        for role, found in zip(app.roles[1:], commands[1:], strict=True):
+            _check_other_role(role, found, app)
+        commands[1:] = [None for _ in commands[1:]]
     coordination = _Coordination.from_app(app, commands, options)
     lighthouse = _publish_lighthouse(rewritten, options)
     pairs = zip(rewritten.roles, commands, strict=True)
     specs = [
-        _wrap(role, found, options, coordination, lighthouse, index == 0) for index, (role, found) in enumerate(pairs)
+        _wrap(role, found, options, coordination, lighthouse, is_first=index == 0)
+        for index, (role, found) in enumerate(pairs)
     ]
     if specs:
         specs[0] = replace(specs[0], on_end=options.spec.on_end)
     return Rewritten(rewritten, tuple(specs))
+
+
+def _check_other_role(role: Role, found: RankCommand | None, app: AppDef) -> None:
+    """Check a role that is not the first, where only that one has hosts: a sidecar runs without them."""
+    if found is None:
+        return
+    needs_none = found.command.kind == "python" or (found.command.kind == "torchrun" and role.num_replicas == 1)
+    if is_sidecar(role) and needs_none:
+        return
+    raise CommandError(
+        f"role {role.name!r} needs hosts, and this scheduler has them in the first role alone ({app.roles[0].name!r}), "
+        "because replicas learn no other role's address. Other monarch_* schedulers, such as monarch_slurm and "
+        f"monarch_kubernetes, have them in all roles. Here, submit {role.name!r} as an app of its own or, if it is one "
+        f"process that the others can do without, as a sidecar: metadata={{{METADATA_KEY!r}: {{{SIDECAR!r}: True}}}}"
+    )
 
 
 def _publish_lighthouse(app: AppDef, options: WrapOptions) -> str:
@@ -142,13 +143,11 @@ def _publish_lighthouse(app: AppDef, options: WrapOptions) -> str:
 
     The component has it listen on the loopback interface, and gives groups that address (``monarch.ft``).
     """
-    if options.always_together and any(read_number(role, MIN_GROUPS) for role in app.roles):
-        raise CommandError("this scheduler restarts the whole app alone, and groups are restarted one by one")
     for role in app.roles:
-        if (port := read_number(role, LIGHTHOUSE_PORT)) and role.name in options.rendezvous:
-            host = options.rendezvous[role.name].partition(":")[2].rpartition(":")[0]
-            if host == "@":
+        if (port := read_number(role, LIGHTHOUSE_PORT)) and options.rendezvous:
+            if role.name not in options.rendezvous:
                 raise CommandError(f"on this scheduler no role learns the address of the role {role.name!r}")
+            host = options.rendezvous[role.name].partition(":")[2].rpartition(":")[0]
             role.args = [f"0.0.0.0:{port}" if word == f"{LOOPBACK}:{port}" else word for word in role.args]
             return f"{host}:{port}"
     return ""
@@ -160,6 +159,7 @@ def _wrap(
     options: WrapOptions,
     coordination: _Coordination,
     lighthouse: str,
+    *,
     is_first: bool,
 ) -> RoleSpec:
     """Put the host process before the rank command of a role, in place; return what the backend must know of it."""
@@ -182,8 +182,7 @@ def _wrap(
         replicas=role.num_replicas,
         spares=spares,
         replacements=max(0, role.max_retries) if is_replaced else 0,
-        peer_roles=coordination.peer_roles,
-        await_role=coordination.awaited,
+        peer_roles=coordination.peer_roles if role.name == coordination.server else 0,
         on_end="" if options.supervised or not is_first else options.spec.on_end,
     )
     # TorchX or the backend fills in what these hold: an app's id, or the name of a host in it.
@@ -192,8 +191,7 @@ def _wrap(
         "replica": macros.replica_id,
         "rendezvous": rendezvous,
         "peers": coordination.meshes if found.command.kind == "actors" else "",
-        "role_registry": coordination.registry.get(role.name, ""),
-        "application": options.application if coordination.peer_roles else "",
+        "application": coordination.address if role.name != coordination.server else "",
         "lighthouse": lighthouse if read_number(role, MIN_GROUPS) else "",
     }
     words = host.to_argv(escape, {name: text for name, text in placeholders.items() if text})

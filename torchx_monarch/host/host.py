@@ -11,7 +11,6 @@ from typing import Any
 
 from torchx_monarch.command.command import Command
 from torchx_monarch.controller.host_messages import Report
-from torchx_monarch.controller.roles import Roles
 from torchx_monarch.host.ranks.run_spec import INTERFACE, env_number
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_spec import HostSpec
@@ -30,7 +29,6 @@ class Host:
         environ: environment in which the backend started the host process, and in which its ranks start.
         sockets: folder of its sockets; empty before it exists.
         grace: seconds from SIGTERM to SIGKILL for ranks: torchrun's option or variable if given, else ``--grace``.
-        roles: the other roles of the app; None before they are known.
         report: sends a report to replica 0; None on replica 0, and while this host is not registered.
         connector: opens another connection to replica 0 with a greeting; None before it is reached.
     """
@@ -44,7 +42,6 @@ class Host:
     reporter: Reporter
     sockets: str = ""
     grace: float = 0.0
-    roles: Roles | None = None
     report: Callable[[Report], Coroutine[Any, Any, None]] | None = None
     connector: Callable[[messages.Message], Awaitable[Streams]] | None = None
 
@@ -83,16 +80,12 @@ class Host:
     def settle_addresses(self, run_dir: str, command: Command | None) -> tuple[Address, str]:
         """Return where replica 0 listens, and by which name or address the other hosts dial this one.
 
-        It sets ``roles``, and ``INTERFACE`` and TORCHFT_LIGHTHOUSE for the ranks. The hosts of one machine meet in
-        ``run_dir``. ``ValueError`` says which of the two is not valid, and why.
+        It sets ``INTERFACE`` and TORCHFT_LIGHTHOUSE for the ranks. The hosts of one machine meet in ``run_dir``.
+        ``ValueError`` says which of the two is not valid, and why.
         """
         options, environ, is_first = self.options, self.environ, self.options.replica == 0
         given = options.rendezvous or environ.get("MONARCH_RENDEZVOUS") or f"unix:{run_dir}/r.sock"
         source = "--rendezvous" if options.rendezvous else "MONARCH_RENDEZVOUS"
-        self.roles = roles = Roles.from_spec(options, given, environ)
-        if roles.server is not None and roles.looks_up:
-            # The route to the first role's replica 0 is also the route to the other hosts.
-            given, is_first = given.replace("@", roles.server.host), False
         if options.lighthouse:
             where = local_addresses.expand_address(f"http:{options.lighthouse}", environ, is_first=False)
             environ["TORCHFT_LIGHTHOUSE"] = where.replace(":", "://", 1)
@@ -108,6 +101,4 @@ class Host:
         advertised = local_addresses.advertised(rendezvous, is_first, options, given_address)
         if interface := local_addresses.gloo_interface(advertised):
             environ.setdefault(INTERFACE, interface)
-        if roles.looks_up:
-            rendezvous = dataclasses.replace(rendezvous, host=advertised)
         return rendezvous, advertised

@@ -26,6 +26,7 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
+from torchx_monarch.controller.roles import coordinator
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.no_restart_marker import NoRestartMarker
 from torchx_monarch.host.ranks.rank_process import reap_orphans
@@ -195,8 +196,6 @@ class HostProcess:
 
     async def _control(self, registration: Registration, network: HostNetwork, sizes: NodeRange) -> JobResult:
         host, options, workload = self._host, self._host.options, self._workload
-        roles = host.roles
-        assert roles is not None
         self._rendezvous = rendezvous = Rendezvous(network, sizes.fewest, host.reporter.line)
         job = JobOptions(
             options,
@@ -214,19 +213,18 @@ class HostProcess:
         gatherer = HostGatherer(sizes, rendezvous.hosts, host.reporter, failures)
         session = workload.session(rendezvous, network, gatherer, job)
         controller = Controller(rendezvous, gatherer, session)
-        coordinator = roles.coordinator(rendezvous, network, host.reporter)
+        coordination = coordinator(rendezvous, network, host.environ, host.reporter)
         try:
             await rendezvous.start()
         except RendezvousError as error:
-            if options.replicas > 1 or workload.listens or roles.server is not None:
+            if options.replicas > 1 or workload.listens or options.peer_roles:
                 return self._conclude(JobResult(1, str(error)))
             # The job needs nobody else; but no client can ask for its stacks.
             print(f"no client can connect to this host: {error}", file=sys.stderr, flush=True)  # this process's own log
         rendezvous.register(registration)
-        await coordinator.begin(options.host_timeout)
-        result = await coordinator.await_others(await controller.run(), options.host_timeout)
-        self._conclude(result)
-        await coordinator.end(result, _HOST_EXIT_TIMEOUT + (0.0 if result.stopped else host.grace))
+        await coordination.begin(options.host_timeout)
+        result = self._conclude(await controller.run())
+        await coordination.end(result, _HOST_EXIT_TIMEOUT + (0.0 if result.stopped else host.grace))
         await rendezvous.announce(result, _HOST_EXIT_TIMEOUT + host.grace)
         return result
 
@@ -286,16 +284,9 @@ class HostProcess:
             nonlocal failure
             failure = f" ({error})"
 
-        async def joining() -> RendezvousClient:
-            until, there = time.monotonic() + timeout, network
-            if host.roles is not None and host.roles.looks_up:
-                where = await host.roles.find(host.options.role, network, timeout, failed)
-                there = dataclasses.replace(network, rendezvous=where)
-            left = max(1.0, until - time.monotonic())
-            host.connector = functools.partial(there.greet, there.rendezvous)
-            return await RendezvousClient.join(there, registration, left, failed)
-
-        return await host.reporter.while_waiting(joining(), lambda: whom + failure)
+        host.connector = functools.partial(network.greet, network.rendezvous)
+        joining = RendezvousClient.join(network, registration, timeout, failed)
+        return await host.reporter.while_waiting(joining, lambda: whom + failure)
 
     # -- events --------------------------------------------------------------------------------------------------------
 

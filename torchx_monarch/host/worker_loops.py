@@ -20,7 +20,6 @@ from typing import IO
 from torchx_monarch.controller.host_messages import WorkerLoopEnded
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Peer, RendezvousError
-from torchx_monarch.controller.roles import is_registered_address
 from torchx_monarch.host.host import Host, Streams
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.model.env_names import JOB_VARIABLES, MONARCH_NOISE, is_for_hosts
@@ -253,19 +252,13 @@ class RankRelay:
         until = loop.time() + timeout
         while True:
             try:
-                address = await self._address_of(role, until - loop.time())
+                expanded = local_addresses.expand_address(self._others[role], self._host.environ, is_first=False)
+                address = Address.parse(expanded, f"role {role}")
                 return await self._network.greet(address, greeting)
             except ConnectError as error:
                 if loop.time() > until:
                     raise ConnectError(f"role {role}: {error}, after {timeout:g} s (--host-timeout)") from None
             await asyncio.sleep(_RETRY_EVERY)
-
-    async def _address_of(self, role: str, timeout: float) -> Address:
-        where, roles = self._others[role], self._host.roles
-        if roles is not None and roles.server is not None and is_registered_address(where):
-            return await roles.find(role, self._network, timeout)
-        expanded = local_addresses.expand_address(where, self._host.environ, is_first=False)
-        return Address.parse(expanded, f"role {role}")
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

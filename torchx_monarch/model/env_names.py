@@ -23,7 +23,6 @@ FOR_HOSTS = (
     "MONARCH_RESTART",  # how often the backend has restarted the host
     "MONARCH_STOP_FILE",  # a file that exists once the host is asked to stop
     "MONARCH_PEERS",  # addresses of replica 0 of each role
-    "MONARCH_START",  # distinguishes this start of all roles from an earlier one
     "MONARCH_NODE",  # name of the host's machine, where the host does not know it
     "MONARCH_HOST_ADDRESS",  # address of the host's machine
     "MONARCH_TERMINATION_LOG",  # file for the termination message of a pod

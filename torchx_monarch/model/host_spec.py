@@ -129,14 +129,11 @@ class HostSpec:
     Attributes:
         replicas: how many replicas the role has, with the spare ones.
         replacements: how many lost hosts the backend replaces while the job goes on.
-        rendezvous: where replica 0 listens: unix:PATH, tls:HOST:PORT or insecure-tcp:HOST:PORT. Replica 0 registers @
-            alone with the role registry. Empty: MONARCH_RENDEZVOUS, else a socket of this machine.
+        rendezvous: where replica 0 listens: unix:PATH, tls:HOST:PORT or insecure-tcp:HOST:PORT. Empty:
+            MONARCH_RENDEZVOUS, else a socket of this machine.
         peers: NAME=RENDEZVOUS of each role, separated by commas, for a script that uses the hosts of all of them.
-        role_registry: where replica 0 of the first role listens, with which replicas 0 of the other roles register
-            their address.
-        application: where replica 0 of the first role listens, which ends and restarts all roles when one has failed.
-        peer_roles: how many roles are ended and restarted with the first one.
-        await_role: the roles whose success the first role waits for before it ends.
+        peer_roles: of the first role: how many others end and restart with it when one of them has failed.
+        application: of those others: where replica 0 of the first role listens.
         lighthouse: HOST:PORT of torchft's lighthouse, which ranks find in TORCHFT_LIGHTHOUSE.
         advertise: name or address by which other hosts connect to this one; empty: as they see it.
         command: the command of the role: the words after ``--``.
@@ -163,10 +160,8 @@ class HostSpec:
     replacements: int = _count(0)
     rendezvous: str = _flag("")
     peers: str = _flag("")
-    role_registry: str = _flag("")
-    application: str = _flag("")
     peer_roles: int = _count(0)
-    await_role: tuple[str, ...] = _joined(())
+    application: str = _flag("")
     lighthouse: str = _flag("")
     ports: tuple[int, int] | None = _flag(None, parse=parse_ports, show=lambda ports: "-".join(map(str, ports)))
     bind: str = _flag("")

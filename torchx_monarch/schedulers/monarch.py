@@ -54,9 +54,6 @@ _PORTS_DRAWN = range(20000, 30000)
 They are drawn with the system's randomness: programs that submit several jobs seed that of ``random``.
 """
 
-_FIRST_SOCKET = "unix:@MONARCH_RUN_DIR/0.sock"
-"""Where replica 0 of the first role listens on backends of one machine: in a folder that only the hosts know."""
-
 _LOCAL_IMAGE = "sha256:"
 """The beginning of the name of an image that is on this machine alone (``DockerWorkspaceMixin``)."""
 
@@ -155,7 +152,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         given = {field.name for field in dataclasses.fields(MonarchOpts if network is None else NetworkOpts)}
         shared = given & {field.name for field in dataclasses.fields(HostSpec)} - {"preload", "retry_on", "ports"}
         spec = HostSpec(**{name: getattr(options, name) for name in shared}, **parsed)
-        capabilities, rendezvous, main = self.inner.capabilities, dict[str, str](), _FIRST_SOCKET
+        capabilities, rendezvous = self.inner.capabilities, dict[str, str]()
         if network is not None:
             port = network.rendezvous_port or secrets.choice(_PORTS_DRAWN)
             highest = 65536 - max(1, len(app.roles))  # each role takes the port after that of the role before
@@ -167,11 +164,14 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             rendezvous = {
                 role.name: f"{scheme}:{self.inner.replica0_host(app, index)}:{port + index}"
                 for index, role in enumerate(app.roles)
+                if index == 0 or not capabilities.one_host_role
             }
-            main = rendezvous[app.roles[0].name] if app.roles else ""
-        application = main if capabilities.separates_roles else ""
         return WrapOptions(
-            python, spec, rendezvous, application, capabilities.restarts_apps_only, capabilities.supervises
+            python=python,
+            spec=spec,
+            rendezvous=rendezvous,
+            one_host_role=capabilities.one_host_role,
+            supervised=capabilities.supervises,
         )
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any, Cfg]) -> str:

@@ -42,8 +42,7 @@ def expand_address(address: str, environ: Mapping[str, str], is_first: bool) -> 
     """Replace ``@NAME`` in an address by the value of the environment variable NAME.
 
     On replica 0, schedulers leave the variable unset or set it to ``localhost``; the host is then this machine. TorchX
-    sets it to ``localhost`` on all replicas where they share a machine. ``@`` without a name is resolved on replica 0
-    (``is_first``) only; other hosts ask the registry (``controller.roles``).
+    sets it to ``localhost`` on all replicas where they share a machine.
 
     In ``unix:@NAME/FILE`` the variable names the folder of a socket file. The backend has set it on every host.
     """
@@ -56,8 +55,6 @@ def expand_address(address: str, environ: Mapping[str, str], is_first: bool) -> 
     name, _, port = rest.partition(":")
     host = environ.get(name, "").strip()
     if host in ("", "localhost"):
-        if not is_first and not name:
-            raise ValueError(f"{address!r} does not say where replica 0 is, and there is no --role-registry to ask")
         if not is_first and not host:
             raise ValueError(f"{name}={host!r} does not say where replica 0 is: this scheduler should have set it")
         host = _own_name()

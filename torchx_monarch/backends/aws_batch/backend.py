@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run an app as one job of AWS Batch, with boto3's credentials and region."""
+"""Run an app as one job of AWS Batch, with boto3's credentials and region.
+
+Experimental: tested with moto and a stand-in for what it lacks, and not on AWS itself.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +52,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
     options = AWSBatchOpts
     capabilities = Capabilities(
         limits_resources=True,
-        separates_roles=True,
-        restarts_apps_only=True,
+        one_host_role=True,
         removes_running_apps=True,
         kills=False,
         separate_streams=False,
@@ -78,11 +80,8 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         check_options(options)
 
     def replica0_host(self, app: AppDef, role: int) -> str:
-        """Return ``@VARIABLE`` with the main node's address for the first role; ``@`` (unknown) for others.
-
-        Batch gives the nodes no other node's address.
-        """
-        return "@" if role else f"@{request.RANK0}"
+        """Return ``@VARIABLE`` with the main node's address: Batch gives the nodes no other node's."""
+        return f"@{request.RANK0}"
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: AWSBatchOpts) -> BatchJob:
         check_app(app, submitted.roles, options)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torchx.specs import AppDef
 
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.backends.core.options import NetworkOpts, check_meeting
+from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
 
 
@@ -18,7 +18,8 @@ class AWSBatchOpts(NetworkOpts):
     """Run options of monarch_aws_batch."""
 
     queue: str
-    """The job queue, by name or ARN. Jobs of several nodes need EC2 on-demand instances: not Fargate, not Spot."""
+    """The job queue, by name or ARN. Jobs of several nodes need EC2 on-demand instances: not Fargate, not Spot. (This
+    scheduler is experimental: tested with moto, and not on AWS itself.)"""
 
     user: str | None = None
     """The user name to tag the job with. Default: your user name."""
@@ -79,11 +80,10 @@ def check_options(options: AWSBatchOpts) -> None:
 
 
 def check_app(app: AppDef, roles: Sequence[RoleSpec], options: AWSBatchOpts) -> None:
-    """Check that Batch can run an app and that its hosts can find each other."""
+    """Raise UserError for an app that Batch cannot run."""
     replicas = sum(role.replicas for role in roles)
     if options.job_type == "container" and replicas != 1:
         raise UserError(f"run option job_type is container, which is for one replica; app {app.name!r} has {replicas}")
-    check_meeting(roles, "AWS Batch")
     for role in roles:
         if role.spares:
             raise UserError(

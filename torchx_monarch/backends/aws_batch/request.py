@@ -54,9 +54,6 @@ SECRET_PREFIX = "torchx-monarch/"
 _LATER = "(made when the job is submitted)"
 """The value of the secret until the job is submitted."""
 
-_ATTEMPT = "AWS_BATCH_JOB_ATTEMPT"
-"""Batch's variable with the number of the job's attempt, the same on all nodes."""
-
 _MAX_ATTEMPTS, _MAX_NAME, _MAX_TAGS = 10, 128, 50
 
 _DEFAULT_LOG_GROUP = "/aws/batch/job"
@@ -123,8 +120,6 @@ def render(app: AppDef, roles: Sequence[RoleSpec], cfg: AWSBatchOpts) -> BatchJo
         if spec.runs_hosts:
             env.pop(CREDENTIALS, None)
             env[KEY_VARIABLE] = key
-            if len(app.roles) > 1:
-                env["MONARCH_START"] = f"@{_ATTEMPT}"
         nodes = f"{first}:{first + role.num_replicas - 1}"
         ranges.append({"targetNodes": nodes, "container": _container(role, words, env, cfg)})
         first += role.num_replicas

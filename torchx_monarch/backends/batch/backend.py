@@ -108,7 +108,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         install: what to install if its commands are missing.
     """
 
-    capabilities = Capabilities(separates_roles=True, supervises=True, shares_interpreter=True, limits_resources=True)
+    capabilities = Capabilities(supervises=True, shares_interpreter=True, limits_resources=True)
     poll = 0.5
     name: ClassVar[str]
     index: ClassVar[str] = "jobs"

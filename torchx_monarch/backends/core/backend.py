@@ -56,9 +56,8 @@ class Capabilities:
     """What a backend can do.
 
     Attributes:
-        separates_roles: whether it lets each role end and restart by itself, so that the hosts must coordinate roles.
-        restarts_apps_only: whether it can restart roles only together. The end of one role must then end all, whatever
-            the retry policy.
+        one_host_role: whether only the first role may have hosts, because replicas learn no address but that of the
+            first role's replica 0.
         waits_for_cancel: whether ``torchx cancel`` waits for the app's end; otherwise it returns immediately.
         removes_running_apps: whether ``remove`` also ends what still runs, within its grace period.
         kills: whether ``stop`` can kill immediately.
@@ -70,8 +69,7 @@ class Capabilities:
             for which that depends on run options overrides ``Backend.runs_images``.
     """
 
-    separates_roles: bool = False
-    restarts_apps_only: bool = False
+    one_host_role: bool = False
     waits_for_cancel: bool = False
     removes_running_apps: bool = False
     kills: bool = True
@@ -145,8 +143,7 @@ class Backend(abc.ABC, Generic[O, R, S]):
         """Return the name by which all replicas of a role reach its replica 0. Called only if ``has_network``.
 
         It may contain macros. ``@NAME`` stands for the value of the environment variable NAME on each host. If that is
-        unset on replica 0, or ``localhost``, it is the host's own machine. ``@`` alone means that the name is not
-        known until replica 0 runs: it then registers with replica 0 of the first role, which the other hosts query.
+        unset on replica 0, or ``localhost``, it is the host's own machine.
 
         By default it is ``@`` and the variable of ``env_names.replica0_variable``, which the backend then sets.
         """

@@ -209,18 +209,6 @@ def warn_of_mounts(app: AppDef, scheduler: str) -> None:
             _log.warning("role %r: nothing is mounted at %s, %s", role.name, " and ".join(paths), reason)
 
 
-def check_meeting(roles: Sequence[RoleSpec], system: str) -> None:
-    """Check that all hosts can meet where ``system`` tells replicas the address of the first role's replica 0 alone."""
-    main, *others = roles
-    for role in others if not main.runs_hosts else ():
-        if role.runs_hosts and role.replicas > 1:
-            raise UserError(
-                f"role {role.name!r} has {role.replicas} replicas that are to meet, and {system} tells them the "
-                f"address of the first role alone: role {main.name!r}, which has no torchrun or Python command. Make "
-                f"{role.name!r} the first role, or submit it as an app of its own"
-            )
-
-
 def is_default_image(image: str) -> bool:
     """Return whether an image is the default one of TorchX's components, of whatever version."""
     return image.partition(":")[0] == str(torchx.IMAGE).partition(":")[0]

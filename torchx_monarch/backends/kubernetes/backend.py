@@ -53,7 +53,6 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
     }
     capabilities = Capabilities(
         limits_resources=True,
-        separates_roles=True,
         removes_running_apps=True,
         kills=False,
         separate_streams=False,

@@ -42,7 +42,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
     """
 
     options = LocalOpts
-    capabilities = Capabilities(separates_roles=True, supervises=True, waits_for_cancel=True, shares_interpreter=True)
+    capabilities = Capabilities(supervises=True, waits_for_cancel=True, shares_interpreter=True)
     poll = 0.02
 
     # -- submitting ----------------------------------------------------------------------------------------------------

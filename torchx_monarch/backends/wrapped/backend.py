@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Run apps through another TorchX scheduler, which only knows what TorchX's interface says.
 
-Hosts meet at replica 0 of the first role, which TorchX's macro ``rank0_env`` names on every scheduler. That scheduler
-restarts and ends replicas by rules of its own, so the hosts of all roles end together, as on AWS Batch.
+Hosts meet at replica 0 of the first role, which TorchX's macro ``rank0_env`` names on every scheduler. So only that
+role has hosts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchx.workspace import WorkspaceMixin
 from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
 from torchx_monarch.backends.core.errors import BackendError, SubmitError, UserError
-from torchx_monarch.backends.core.options import NetworkOpts, check_meeting, run_options
+from torchx_monarch.backends.core.options import NetworkOpts, run_options
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -79,8 +79,7 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
 
     options = NetworkOpts
     capabilities = Capabilities(
-        separates_roles=True,
-        restarts_apps_only=True,
+        one_host_role=True,
         removes_running_apps=True,
         kills=False,
     )
@@ -132,11 +131,10 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
         return True
 
     def replica0_host(self, app: AppDef, role: int) -> str:
-        """Return ``@`` and TorchX's macro for the first role; ``@`` (unknown) for the others, which no macro names."""
-        return "@" if role else f"@{macros.rank0_env}"
+        """Return ``@`` and TorchX's macro for replica 0 of the first role."""
+        return f"@{macros.rank0_env}"
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: NetworkOpts) -> WrappedRequest:
-        check_meeting(submitted.roles, "TorchX")
         cfg = {name: options[name] for name, _ in self.inner.run_opts() if name in options}
         with self._asking("run the app"):
             torchx_api.validate(self.inner, app, cfg)
