@@ -39,6 +39,7 @@ from torchx_monarch.client.rank_queries import ask_samples, ask_stacks
 from torchx_monarch.command.rewrite import hold
 from torchx_monarch.exceptions import RefusedError, SPMDError, UnreachableError
 from torchx_monarch.model.role_spec import mark_sidecar
+from torchx_monarch.schedulers import job_status
 from torchx_monarch.schedulers.description import summary_of
 from torchx_monarch.transport.credentials import ClientCredentials
 
@@ -218,6 +219,11 @@ class Contract(Groups):
         assert [line for line in followed if not line.startswith("[monarch]")] == ["start\n"] * 3
         status = place.wait(handle, AppState.FAILED)
         assert status.num_restarts == 2 and "code 3" in status.msg, status
+        found = Apps[AppSnapshot](place.backend, place.name).read(handle.rpartition("/")[2])
+        assert found is not None
+        told = job_status.build(handle, *found)
+        # From the first start on, of which each took half a second; Kubernetes tells times in whole seconds.
+        assert told.elapsed is not None and told.elapsed >= 1, told
 
     @pytest.mark.scenario("retries")
     def test_exit_code_78_asks_for_no_restart(self, place: Place) -> None:

@@ -145,7 +145,7 @@ _BELOW = {
         *("host/ranks", "controller", "code_sync", "monarch_adapter"),
         *("transport", "insight", "command", "model", "system"),
     },
-    "backends/core": {"model", "system"},
+    "backends/core": {"insight", "model", "system"},
     "supervisor": {"backends/core", "insight", "model", "system"},
     "backends": {"backends/core", "supervisor", "code_sync", "insight", "model", "system"},
     "schedulers": {"backends/core", "backends", "transport", "insight", "command", "model", "system"},

@@ -46,7 +46,7 @@ def snapshot(*states: State, args: list[str] | None = None, entrypoint: str = "t
 
 
 def status_of(app: AppSnapshot, happened: list[dict[str, Any]] | None = None, **more: Any) -> JobStatus:
-    return build(HANDLE, app, reduce(app), happened or [], now=NOW, **more)
+    return build(HANDLE, replace(app, events=happened or []), reduce(app), now=NOW, **more)
 
 
 def event(kind: str, message: str = "", time: float = 950.0, **fields: Any) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_an_elastic_job_on_fewer_hosts(role: dict[str, Any]) -> None:
 def test_a_failure_and_a_restart() -> None:
     failed = status_of(snapshot(), RESTARTED[:-1])
     assert failed.phase == "stopping" and failed.last_failure is not None and failed.last_failure.time == 960.0
-    again = status_of(snapshot(restarts=1), RESTARTED)
+    again = status_of(snapshot(restarts=0), RESTARTED)
     assert (again.phase, again.attempt, again.attempts, again.restarts) == ("restarting", 2, 3, 1)
     assert again.last_failure is not None
     assert again.last_failure.message == "rank 3 (...) exited with code 1: ValueError: boom"
@@ -283,9 +283,9 @@ def test_torchx_shows_one_line_of_it() -> None:
         "ranks run; attempt 2 of 3; 8 ranks on 2 hosts; "
         "last failure 39 s ago: rank 3 (...) exited with code 1: ValueError: boom"
     )
-    assert describe(app, reduce(app), lambda: STARTED).msg == "ranks run; attempt 1 of 3; 8 ranks on 2 hosts"
+    assert describe(replace(app, events=STARTED), reduce(app)).msg == "ranks run; attempt 1 of 3; 8 ranks on 2 hosts"
     waiting = replace(snapshot(State.PENDING, State.PENDING), notes=["the queue is full"])
-    assert describe(waiting, reduce(waiting), list).msg == "the queue is full"
+    assert describe(waiting, reduce(waiting)).msg == "the queue is full"
 
 
 def test_ranks_that_hang_are_shown_until_they_go_on() -> None:
@@ -296,10 +296,10 @@ def test_ranks_that_hang_are_shown_until_they_go_on() -> None:
     assert f"  hang         10.0 s ago: {text}" in render(status, NOW).splitlines()
     assert f"hang: {text}" in in_one_line(status, NOW)
     stopped = [*hanging, event("stop", "host 0 was told to stop"), event("result", "STOPPED: host 0 was told to stop")]
-    cancelled = replace(snapshot(), native=Outcome(State.CANCELLED, "cancelled"))
+    cancelled = snapshot(native=Outcome(State.CANCELLED, "cancelled"), events=stopped)
     assert f"  hang         10.0 s ago: {text}" in render(status_of(cancelled, stopped), NOW).splitlines()
-    assert describe(cancelled, reduce(cancelled), lambda: stopped).msg == f"cancelled; hang: {text}"
-    shown = summary_of(HANDLE, cancelled, reduce(cancelled), 0.0, NOW, stopped).lines()
+    assert describe(cancelled, reduce(cancelled)).msg == f"cancelled; hang: {text}"
+    shown = summary_of(HANDLE, cancelled, reduce(cancelled), 0.0, NOW).lines()
     assert f"  cause:  cancelled; hang: {text}" in shown
     done = replace(cancelled, native=Outcome(State.SUCCEEDED))
     assert status_of(done, [*hanging, event("result", "SUCCEEDED: all ranks")]).hang is None

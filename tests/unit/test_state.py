@@ -291,7 +291,8 @@ def test_restarts_that_one_failure_has_caused_count_once() -> None:
     assert count_restarts(app(counted(1, 2, retry_policy=RetryPolicy.REPLICA))) == 3
     assert count_restarts(app(counted(1, 1, ends_together=True), counted(2, ends_together=True))) == 2
     assert count_restarts(app(counted(1, ranks=3))) == 4
-    assert count_restarts(app(counted(1), restarts=7)) == 7
+    restarted = {"time": 1.0, "kind": "rank_restart", "message": ""}
+    assert count_restarts(app(counted(1), restarts=7, events=[restarted])) == 8
 
 
 def test_a_mark_is_kept_and_read() -> None:

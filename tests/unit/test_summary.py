@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from torchx.specs import AppDef, Role
@@ -48,12 +49,11 @@ def lines_of(snapshot: AppSnapshot, submitted: float = 90.0) -> list[str]:
 def test_ranks_that_took_long_to_their_group_are_a_hint(seconds: float, hints: int) -> None:
     exits = [{"rank": rank, "code": 0, "started": 100, "ended": 104, "grouped": 100 + seconds} for rank in (0, 1)]
     ended: Event = {"time": 104, "kind": "attempt_end", "message": "", "exits": exits}
-    snapshot = app(State.SUCCEEDED)
-    shown = summary_of(HANDLE, snapshot, reduce(snapshot), 90.0, 200.0, [ended]).lines()
+    shown = lines_of(replace(app(State.SUCCEEDED), events=[ended]))
     assert len([line for line in shown if line.startswith("  hint:   ranks took 2.5 s or more until")]) == hints
     why = "train.py:7 import wandb: it runs a thread (x)"
     started: Event = {"time": 99, "kind": "ranks", "message": "", "hosts": [{"replica": 0, "unshared": why}]}
-    shown = summary_of(HANDLE, snapshot, reduce(snapshot), 90.0, 200.0, [started, ended]).lines()
+    shown = lines_of(replace(app(State.SUCCEEDED), events=[started, ended]))
     assert sum(line.endswith(f"formed; the first import that they do not share: {why}") for line in shown) == hints
 
 

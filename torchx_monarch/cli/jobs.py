@@ -60,21 +60,19 @@ class JobFacts:
     """What is known of a job at one moment.
 
     Attributes:
-        happened: its events, or what the progress lines in its log stand for (``JobStatus.from_log``).
         missing: why a host has not said what its ranks do, by replica.
         problem: why none has; empty if they have, or were not asked.
     """
 
     app: AppSnapshot
     status: JobStatus
-    happened: Sequence[Event] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
 
     @functools.cached_property
     def timeline(self) -> Timeline:
         """The timeline of the job until its end or now."""
-        status, happened = self.status, self.happened
+        status, happened = self.status, self.app.events
         if status.started and (status.from_log or not happened):
             started = {"time": status.started, "kind": "job_started", "message": "the job started"}
             happened = [started, *(event for event in happened if event["time"] >= status.started)]
@@ -121,14 +119,13 @@ class JobReader:
             whole_log: whether the events that a log stands for begin with its first line.
         """
         app, decided = self.read_app()
-        recorded = self.scheduler.read_events(self.app_id)[0]
-        happened = recorded or self._events_of_logs(app, 0 if whole_log else _TAIL)
+        recorded = app.events
+        app = replace(app, events=recorded or self._events_of_logs(app, 0 if whole_log else _TAIL))
         is_running = decided.state is State.RUNNING
         status = job_status.build(
             self.handle,
             app,
             decided,
-            happened,
             log_folder=log_folder(app),
             live=self._ask_live(app) if is_running else None,
             from_log=not recorded,
@@ -136,7 +133,7 @@ class JobReader:
         if status.has_ended:
             summary = summary_of(self.handle, app, decided, status.submitted or 0.0, time.time())
             status = replace(status, summary=summary)
-        facts = JobFacts(app, status, happened)
+        facts = JobFacts(app, status)
         return facts if sample_pause is None or not is_running else self._with_ranks(facts, sample_pause)
 
     def watch(self, interval: float, sample_pause: float) -> Iterator[JobFacts]:

@@ -116,8 +116,14 @@ class HostProcess:
         if host.options.on_end and host.options.replica == 0:
             state = State.CANCELLED if result.stopped else State.FAILED if result.code else State.SUCCEEDED
             end = JobEnd(
-                *(host.options.app, host.options.app, state, result.reason, result.code),
-                *(self._started, time.time(), restarts),
+                id=host.options.app,
+                name=host.options.app,
+                state=state,
+                message=result.reason,
+                exit_code=result.code,
+                started=self._started,
+                ended=time.time(),
+                restarts=restarts,
             )
             if failure := end.run(host.options.on_end, host.environ):
                 host.reporter.report("on_end", failure)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -19,7 +18,6 @@ from torchx.specs import NONE, AppDef, AppState, ReplicaStatus, Role, RoleStatus
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import AppStatus, count_restarts
 from torchx_monarch.command.rank_command import rank_command
-from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 from torchx_monarch.insight.timeline import seconds_to_group
 from torchx_monarch.model.host_result import HostResult
@@ -37,21 +35,15 @@ _SLOW_START = 2.0
 """Seconds between the start of a rank and its first process group that are worth a hint."""
 
 
-def describe(
-    app: AppSnapshot, status: AppStatus, happened: Callable[[], Sequence[Event]] = tuple
-) -> DescribeAppResponse:
-    """Return TorchX's description of an app, with the roles as the user wrote them; spare hosts count as replicas.
-
-    Args:
-        happened: returns its events; called if the app was cancelled, or runs and its state has no message.
-    """
+def describe(app: AppSnapshot, status: AppStatus) -> DescribeAppResponse:
+    """Return TorchX's description of an app, with the roles as the user wrote them; spare hosts count as replicas."""
     # Of a Slurm job whose folder is not on this machine the app is not known.
     written = app.app or AppDef(app.name, [Role(role.spec.name, image="") for role in app.roles])
     return DescribeAppResponse(
         app_id=app.app_id,
         state=AppState[status.state.value],
         num_restarts=count_restarts(app),
-        msg=_message(app, status, happened) or NONE,
+        msg=_message(app, status) or NONE,
         structured_error_msg=_error(status.error),
         ui_url=app.ui_url or None,
         metadata=written.metadata,
@@ -80,13 +72,13 @@ def shorten(response: DescribeAppResponse, status: AppStatus) -> DescribeAppResp
     return dataclasses.replace(response, msg=msg, structured_error_msg=NONE, roles_statuses=[])
 
 
-def _message(app: AppSnapshot, status: AppStatus, happened: Callable[[], Sequence[Event]]) -> str:
+def _message(app: AppSnapshot, status: AppStatus) -> str:
     """Return why an app has ended or what it waits for, or else what it does."""
     if status.state is State.CANCELLED:
-        return with_hang(printable(status.message), happened())
+        return with_hang(printable(status.message), app.events)
     if status.message or status.state.is_terminal:
         return printable(status.message)
-    return in_one_line(build("", app, status, happened()))
+    return in_one_line(build("", app, status))
 
 
 def summarize(app: AppSnapshot, status: AppStatus) -> ListAppResponse:
@@ -135,12 +127,10 @@ def summary_of(
     status: AppStatus,
     submitted: float,
     now: float,
-    happened: Sequence[Event] = (),
 ) -> Summary:
     """Return the summary of an app that has ended.
 
     Args:
-        happened: its events; empty if this machine does not have them.
         submitted: when it was submitted, in seconds since the epoch.
         now: the time, in seconds since the epoch. It counts as the end of an app whose replicas do not tell theirs.
     """
@@ -150,10 +140,10 @@ def summary_of(
         status.state.value,
         handle,
         (ended if submitted <= ended <= now else now) - submitted,
-        cause=with_hang(status.message, happened) if status.state is State.CANCELLED else status.message,
+        cause=with_hang(status.message, app.events) if status.state is State.CANCELLED else status.message,
         log=_folder(app),
         ran=f"{_shape(app)}, {facts}" if app.roles else facts,
-        hint=_hint(*seconds_to_group(happened)) if status.state is State.SUCCEEDED else "",
+        hint=_hint(*seconds_to_group(app.events)) if status.state is State.SUCCEEDED else "",
         next=(f"torchx log {handle}", f"torchx monarch report {handle} -o job.html"),
     )
     if status.state is not State.FAILED:

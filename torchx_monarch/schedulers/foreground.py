@@ -152,8 +152,7 @@ class Foreground:
         with contextlib.suppress(BackendError, OSError, ValueError):  # ValueError: stderr is closed
             found = self._apps.read(app_id)
             if found is not None and found[1].state.is_terminal:
-                submitted, happened = self._submitted[app_id], self._read_events(app_id, 0)[0]
-                summary_of(self._handle(app_id), *found, submitted, time.time(), happened).write(sys.stderr)
+                summary_of(self._handle(app_id), *found, self._submitted[app_id], time.time()).write(sys.stderr)
 
     def _show(self, app_id: str) -> None:
         found, self._offsets[app_id] = self._read_events(app_id, self._offsets.get(app_id, 0))

@@ -176,7 +176,6 @@ def build(
     handle: str,
     app: AppSnapshot,
     status: AppStatus,
-    happened: Sequence[Event] = (),
     *,
     now: float | None = None,
     log_folder: str = "",
@@ -186,10 +185,9 @@ def build(
     """Derive the status of a job from what its backend, its events and its hosts tell.
 
     Args:
-        happened: its events, the oldest first; empty if this machine does not have them.
         from_log: whether ``events_of`` has made the events of a log: they are shown, and decide nothing.
     """
-    now = time.time() if now is None else now
+    now, happened = time.time() if now is None else now, app.events
     roles = app.app.roles if app.app is not None else []
     commands = [(role.num_replicas, rank_command(role)) for role in roles]
     ended = _ended(app, status) if status.state.is_terminal else None

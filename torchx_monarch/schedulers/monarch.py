@@ -222,7 +222,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
                 reason = f"there is no app {app_id!r} of {self.backend}"
                 raise UserError(f"{reason}; `torchx list -s {self.backend}` shows all")
             return None
-        response = describe(*found, lambda: self.read_events(app_id)[0])
+        response = describe(*found)
         if self._foreground.has_submitted(app_id):
             if response.state == AppState.FAILED and response.structured_error_msg != NONE:
                 write_for_caller(response.structured_error_msg)

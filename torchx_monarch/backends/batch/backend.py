@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import errno
+import itertools
 import os
 import re
 import shlex
@@ -26,7 +27,7 @@ from torchx.specs import AppDef, Role
 from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.batch.folder import BatchRequest, BatchRole, JobFolder
 from torchx_monarch.backends.batch.options import SubmitOpts
-from torchx_monarch.backends.batch.snapshot import QueuedJob, has_ended, read_role
+from torchx_monarch.backends.batch.snapshot import QueuedJob, first_start, has_ended, read_role
 from torchx_monarch.backends.core import state_files, submitted_app
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import (
@@ -361,9 +362,10 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         jobs = self.task_ids(stored.roles, content["jobs"])
         ending = folder.load_ending()
         happened = [] if brief else events.read(folder.events, below=folder.trusted)[0]
+        records = [folder.records(spec) for spec in stored.roles]
         roles = [
-            read_role(spec, folder, [_job(queued, task_id) for task_id in ids], ending, happened)
-            for spec, ids in zip(stored.roles, jobs, strict=True)
+            read_role(spec, found, [_job(queued, task_id) for task_id in ids], ending)
+            for spec, found, ids in zip(stored.roles, records, jobs, strict=True)
         ]
         return BatchSnapshot(
             app_id,
@@ -371,6 +373,8 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
             roles,
             stored.app,
             created=content["created"],
+            started=first_start(itertools.chain(*records)),
+            events=happened,
             grace=float(content.get("grace", 30.0)),
             ending=ending,
             ui_url=f"file://{folder.root}",

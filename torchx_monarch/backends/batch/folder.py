@@ -78,6 +78,10 @@ class JobFolder(state_files.AppPaths):
         """Return the folder of one replica."""
         return ReplicaFolder(self.replica_logs(role, replica))
 
+    def records(self, spec: RoleSpec) -> list[AppRecord | None]:
+        """Return the records of the replicas of a role, by replica (``ReplicaFolder.load_record``)."""
+        return [self.replica(spec.name, k).load_record() for k in range(spec.replicas)]
+
     def clear(self, roles: Sequence[BatchRole]) -> None:
         """Write files without content that others look for again and again.
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.core.snapshot import Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.local.status import AppRecord
-from torchx_monarch.insight.events import Event, count_rank_restarts
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 
@@ -31,21 +30,24 @@ class QueuedJob(NamedTuple):
 
 def read_role(
     spec: RoleSpec,
-    folder: JobFolder,
+    records: Sequence[AppRecord | None],
     jobs: Sequence[QueuedJob | None],
     ending: Outcome | None,
-    happened: Iterable[Event] = (),
 ) -> RoleSnapshot:
-    """Return a role by its replicas' records and ``jobs``; ``happened``: the app's events, for restarts of ranks."""
-    first, *others = (read_replica(spec, k, folder, job, ending) for k, job in enumerate(jobs))
-    return RoleSnapshot(spec, [replace(first, rank_restarts=count_rank_restarts(happened, spec.name)), *others])
+    """Return a role by its replicas' records (``JobFolder.records``) and jobs."""
+    both = zip(records, jobs, strict=True)
+    return RoleSnapshot(spec, [read_replica(spec, k, record, job, ending) for k, (record, job) in enumerate(both)])
+
+
+def first_start(records: Iterable[AppRecord | None]) -> float:
+    """Return when the first replica of an app was first started, in seconds since the epoch; 0 if none was."""
+    return min((record.started for record in records if record is not None and record.started), default=0.0)
 
 
 def read_replica(
-    spec: RoleSpec, k: int, folder: JobFolder, job: QueuedJob | None, ending: Outcome | None
+    spec: RoleSpec, k: int, record: AppRecord | None, job: QueuedJob | None, ending: Outcome | None
 ) -> ReplicaSnapshot:
     """Return a replica by its record and its job, which is None if the batch system does not know it any more."""
-    record = folder.replica(spec.name, k).load_record()
     queued = None if job is None or job.state.is_terminal else job
     reason = job.reason if job else ""
     if record is None:

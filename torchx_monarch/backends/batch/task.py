@@ -8,6 +8,7 @@ itself, which then starts the task again or not; the record says CANCELLED, and 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from dataclasses import asdict, replace
 from string import Template
 
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder, R, ReplicaFolder
-from torchx_monarch.backends.batch.snapshot import QueuedJob, read_role
+from torchx_monarch.backends.batch.snapshot import QueuedJob, first_start, read_role
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import count_restarts, reduce
@@ -54,8 +55,12 @@ class _TaskLoop(SupervisorLoop):
         job, ending = self._paths.job, self._paths.job.load_ending()
         specs = [role.spec for role in load_request(BatchRequest, job).roles]
         happened = events.read(job.events, below=job.trusted)[0]
-        roles = [read_role(spec, job, [QueuedJob()] * spec.replicas, ending, happened) for spec in specs]
-        app = AppSnapshot(self._record.app_id, self._record.name, roles, ending=ending)
+        records = [job.records(spec) for spec in specs]
+        roles = [
+            read_role(spec, found, [QueuedJob()] * spec.replicas, ending)
+            for spec, found in zip(specs, records, strict=True)
+        ]
+        app = AppSnapshot(self._record.app_id, self._record.name, roles, ending=ending, events=happened)
         found = reduce(app)
         if found.outcome is None:
             return None
@@ -65,9 +70,15 @@ class _TaskLoop(SupervisorLoop):
             return None
         except OSError:  # a full disk: rather twice than never
             pass
-        return JobEnd(  # which is this task's: the first that has failed, or the last that has succeeded
-            *(app.app_id, app.name, found.outcome.state, found.outcome.message, exit_code),
-            *(self._record.started, time.time(), count_restarts(app)),
+        return JobEnd(
+            id=app.app_id,
+            name=app.name,
+            state=found.outcome.state,
+            message=found.outcome.message,
+            exit_code=exit_code,  # of this task: the first that has failed, or the last that has succeeded
+            started=first_start(itertools.chain(*records)),
+            ended=time.time(),
+            restarts=count_restarts(app),
         )
 
 
@@ -148,6 +159,7 @@ def _new_record(paths: ReplicaFolder, request: LocalRequest, node: str) -> AppRe
     before, counted = paths.load_record(), int(os.environ.pop("MONARCH_RESTART", "0"))
     restarts = before.restarts + 1 if before else counted
     record = AppRecord(request.app_id, request.name, time.time(), restarts=restarts, hostname=node)
+    record.started = before.started if before else None
     record.roles = status.new_roles(request)
     record.roles[0].replicas[0].restarts = restarts
     return record

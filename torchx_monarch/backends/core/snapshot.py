@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torchx_monarch.insight.events import Event
 from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec
@@ -56,7 +57,7 @@ class ReplicaSnapshot:
         ended: when it last ended, in seconds since the epoch; 0 for never, or if unknown.
         exit_code: exit code of its latest end, -n or 128+n for signal n; None if it runs, or the code is not known.
         restarts: how often the backend has restarted it.
-        rank_restarts: how often its host has restarted ranks, as far as known.
+        rank_restarts: how often its host has restarted ranks, as far as known and not among the app's events.
         failure: how it failed, in one line that names the replica; empty if it has not.
         error: the content of its error file, as JSON text; empty without one, or in a brief snapshot.
         waiting: why it cannot be started now; empty for normal progress.
@@ -190,7 +191,8 @@ class AppSnapshot:
         is_supervised: whether a process of the job's own, such as this package's supervisor, ends what is left of the
             app when it is decided; otherwise the process that has submitted it does, or `torchx cancel`.
         ending: how this package has begun to end the app, as the backend has stored it; None if it has not.
-        restarts: how often the app, a role, a replica or ranks were restarted; None to count it from the replicas.
+        restarts: how often the app, a role or a replica was restarted; None to count it from the replicas.
+        events: its events (``insight.events``), as far as the backend reads them; empty in a brief snapshot.
         notes: further facts for users, which are appended to the message unless they are the message.
         ui_url: where a browser shows the app; empty if nowhere.
     """
@@ -206,6 +208,7 @@ class AppSnapshot:
     is_supervised: bool = False
     ending: Outcome | None = None
     restarts: int | None = None
+    events: Sequence[Event] = ()
     notes: Sequence[str] = field(default_factory=tuple)
     ui_url: str = ""
 

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.insight.events import count_rank_restarts
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import LOOPBACK, RetryPolicy
 from torchx_monarch.model.state import State
@@ -214,12 +215,12 @@ def _with_notes(message: str, app: AppSnapshot) -> str:
 
 def count_restarts(app: AppSnapshot) -> int:
     """Count how often an app was restarted; count restarts that one replica's failure has caused in others as one."""
+    ranks = count_rank_restarts(app.events) + sum(replica.rank_restarts for replica in app.replicas)
     if app.restarts is not None:
-        return app.restarts
-    alone, together, ranks = 0, 0, 0
+        return app.restarts + ranks
+    alone, together = 0, 0
     for role in app.roles:
         counts = [replica.restarts for replica in role.replicas] or [0]
-        ranks += sum(replica.rank_restarts for replica in role.replicas)
         if role.spec.ends_together:
             together = max(together, *counts)
         elif role.spec.retry_policy is RetryPolicy.REPLICA:

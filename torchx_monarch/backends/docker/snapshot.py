@@ -8,6 +8,7 @@ final state of the replica: what dockerd reports is that of a later start, in wh
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,7 @@ from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import seconds
 from torchx_monarch.backends.docker import request
 from torchx_monarch.backends.docker.native import environment, map_concurrently, read_file
+from torchx_monarch.insight import events
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import describe_shell_code
 from torchx_monarch.model.role_spec import RoleSpec
@@ -182,15 +184,13 @@ def read_results(containers: Sequence[Container]) -> dict[str, HostResult]:
 
 
 def add_files(app: DockerSnapshot) -> DockerSnapshot:
-    """Return the snapshot of an app with what its hosts wrote: error files, and how often they restarted ranks."""
+    """Return the snapshot of an app with what its hosts wrote: error files and events."""
     hosts = {role.spec.name for role in app.roles if role.spec.runs_hosts}
 
     def add(replica: ReplicaSnapshot) -> ReplicaSnapshot:
         container = app.containers.get(replica.name)
         if container is None or not replica.started:
             return replica
-        if replica.id == 0:
-            replica = replace(replica, rank_restarts=_rank_restarts(container))
         if replica.error or replica.state is not State.FAILED:
             return replica
         # The host wrote it before it ended.
@@ -201,12 +201,12 @@ def add_files(app: DockerSnapshot) -> DockerSnapshot:
 
     replicas = iter(map_concurrently(add, app.replicas))
     roles = [replace(role, replicas=[next(replicas) for _ in role.replicas]) for role in app.roles]
-    return replace(app, roles=roles)
+    first = [app.containers[name] for role in hosts if (name := f"{role}/0") in app.containers]
+    return replace(app, roles=roles, events=[*itertools.chain(*map_concurrently(_events, first))])
 
 
-def _rank_restarts(container: Container) -> int:
-    text = read_file(container, environment(container).get(request.EVENTS, ""))
-    return sum('"rank_restart"' in line for line in text.splitlines())
+def _events(container: Container) -> list[events.Event]:
+    return events.parse(read_file(container, environment(container).get(request.EVENTS, "")).encode())
 
 
 def _why_no_host(container: Container) -> str:

@@ -22,6 +22,7 @@ from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.local import folder, machine_queue, render, submit
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord
+from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_files
@@ -89,8 +90,8 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             return AppSnapshot(app_id, app_id, (), is_supervised=True, native=Outcome(state_by_lock, str(error)))
         if record is None:
             return None
-        restarts = record.restarts if brief else folder.count_restarts(paths, record)
-        return replace(_snapshot(app_id, record, submitted), restarts=restarts, ui_url=Path(paths.root).as_uri())
+        happened = [] if brief else events.read(paths.events, below=paths.trusted)[0]
+        return replace(_snapshot(app_id, record, submitted), events=happened, ui_url=Path(paths.root).as_uri())
 
     def snapshots(self, options: Cfg) -> list[AppSnapshot]:
         try:

@@ -15,7 +15,6 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.local import status
 from torchx_monarch.backends.local.request import load as load_request
-from torchx_monarch.insight import events
 from torchx_monarch.model.state import State
 from torchx_monarch.system import processes, run_dirs, safe_files
 from torchx_monarch.system.processes import ProcessIdentity
@@ -71,11 +70,6 @@ def remove_ended(paths: state_files.AppPaths) -> None:
         if request := load_request(paths):
             remove_run_dir(paths, request.run_dir)
     remove_app(paths)
-
-
-def count_restarts(paths: state_files.AppPaths, record: status.AppRecord) -> int:
-    """Count the restarts of an app, with those of ranks within one start of their hosts."""
-    return record.restarts + events.count_rank_restarts(events.read(paths.events, below=paths.trusted)[0])
 
 
 def current_state(paths: state_files.AppPaths) -> status.AppRecord | None:

@@ -447,7 +447,14 @@ class SupervisorLoop:
             return None
         # Without one supervisor for all replicas, those that are left of a failed job are stopped on request.
         asked = self._paths.load_ending() if record.state is State.CANCELLED else None
+        happened = events.read(self._paths.events, below=self._paths.trusted)[0]
         return JobEnd(
-            *(self._request.job_id or record.app_id, record.name, asked.state if asked else record.state, record.msg),
-            *(exit_code, record.started, record.ended or 0.0, folder.count_restarts(self._paths, record)),
+            id=self._request.job_id or record.app_id,
+            name=record.name,
+            state=asked.state if asked else record.state,
+            message=record.msg,
+            exit_code=exit_code,
+            started=record.started,
+            ended=record.ended or 0.0,
+            restarts=record.restarts + events.count_rank_restarts(happened),
         )

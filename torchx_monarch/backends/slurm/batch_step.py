@@ -166,7 +166,7 @@ class BatchStep:
             paths = self._folder.replica(spec.name, k)
             record = paths.load_record()
             if record is not None and not record.terminal:
-                lost = read_replica(spec, k, self._folder, QueuedJob(State.FAILED), None)
+                lost = read_replica(spec, k, record, QueuedJob(State.FAILED), None)
                 record.state, record.msg, record.ended = State.FAILED, lost.failure, time.time()
                 with contextlib.suppress(OSError):  # a full disk
                     state_files.write_json(paths.status, asdict(record))
@@ -179,14 +179,14 @@ class BatchStep:
         roles = []
         for index, role in enumerate(self._request.roles):
             step = QueuedJob(State.RUNNING if index in running else State.FAILED, self._failure(index))
-            roles.append(read_role(role.spec, self._folder, [step] * role.spec.replicas, ending, happened))
-        return AppSnapshot(self._record.job_id, self._request.name, roles, ending=ending)
+            records = self._folder.records(role.spec)
+            roles.append(read_role(role.spec, records, [step] * role.spec.replicas, ending))
+        return AppSnapshot(self._record.job_id, self._request.name, roles, ending=ending, events=happened)
 
     def _failure(self, index: int) -> str:
         """Return why no task of a role has started; empty if one has, or its step runs."""
         role = self._request.roles[index]
-        records = (self._folder.replica(role.spec.name, k).load_record() for k in range(role.spec.replicas))
-        if index in self._steps.values() or any(records):
+        if index in self._steps.values() or any(self._folder.records(role.spec)):
             return ""
         what = f"container of {role.image_name}" if role.image_name else "task"
         return f"no {what} has started: {last_error(self._folder.job_log)}".rstrip(": ")
@@ -259,8 +259,14 @@ class BatchStep:
 
             happened = events.read(self._folder.events, below=self._folder.trusted)[0]
             end = JobEnd(
-                *(self._record.job_id, self._request.name, state, message, code),
-                *(self._record.started, self._record.ended, count_restarts(self._snapshot(happened))),
+                id=self._record.job_id,
+                name=self._request.name,
+                state=state,
+                message=message,
+                exit_code=code,
+                started=self._record.started,
+                ended=self._record.ended,
+                restarts=count_restarts(self._snapshot(happened)),
             )
             if failure := end.run(self._request.on_end, os.environ):
                 self._event("on_end", failure)

@@ -50,6 +50,7 @@ def build(app_id: str, answers: Iterable[FoundReplica], lost: Mapping[str, SshEr
         started=min((replica.record.started for replica in found.values() if replica.record.started), default=0.0),
         grace=first.record.grace,
         ending=min(endings, key=lambda ending: ending.time, default=None),
+        events=[event for replica in found.values() for event in replica.events],
         notes=[str(lost[machine]) for machine in place.layout.replicas if machine in lost],
         layout=place.layout,
     )
@@ -57,9 +58,7 @@ def build(app_id: str, answers: Iterable[FoundReplica], lost: Mapping[str, SshEr
 
 def _replica(role: str, k: int, found: FoundReplica) -> ReplicaSnapshot:
     app, record = found.record, found.record.roles[0].replicas[0]
-    snapshot = record.snapshot(
-        role, hostname=found.record.hostname, restarts=app.restarts, rank_restarts=found.rank_restarts, ended=0.0
-    )
+    snapshot = record.snapshot(role, hostname=found.record.hostname, restarts=app.restarts, ended=0.0)
     if not app.terminal:
         state = State.PENDING if record.state is State.PENDING else State.RUNNING
         snapshot = replace(snapshot, state=state, waiting=app.msg if state is State.PENDING else "", exit_code=None)

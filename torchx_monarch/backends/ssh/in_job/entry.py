@@ -74,15 +74,16 @@ def _address() -> str:
 
 
 def _find(name: str, brief: bool = True) -> FoundReplica | None:
-    """Return a replica, and unless ``brief`` its restarts of ranks; None if it does not exist."""
+    """Return a replica, and unless ``brief`` the events of a replica 0; None if it does not exist."""
     paths = _existing(name)
     if paths is None:
         return None
     place = state_files.load(Place, _place_file(paths), paths.trusted)
     record = folder.current_state(paths)
-    happened = [] if brief else events.read(paths.events, below=paths.trusted)[0]
-    ranks = events.count_rank_restarts(happened)
-    return FoundReplica(place, record, paths.load_ending(), ranks) if place and record else None
+    if place is None or record is None:
+        return None
+    happened = [] if brief or place.replica else events.read(paths.events, below=paths.trusted)[0]
+    return FoundReplica(place, record, paths.load_ending(), happened)
 
 
 class Code(ContentStore):

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.local.status import AppRecord
+from torchx_monarch.insight.events import Event
 from torchx_monarch.model.codec import Seconds
 
 READY = "torchx-monarch ssh 1"
@@ -66,12 +67,17 @@ class Place:
 
 @dataclass
 class FoundReplica:
-    """One replica as its machine answers: ``ending`` is how the app was asked to end, None if it was not."""
+    """One replica as its machine answers.
+
+    Attributes:
+        ending: how the app was asked to end; None if it was not.
+        events: of a replica 0 the events that its machine has; empty in a brief answer.
+    """
 
     place: Place
     record: AppRecord
     ending: Outcome | None
-    rank_restarts: int = 0
+    events: list[Event] = field(default_factory=list)
 
 
 def folder_name(app_id: str, role: int, replica: int) -> str:
