@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from tests.waits import WITHIN
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine
-from torchx_monarch.cli.logs import LogMerge
+from torchx_monarch.cli.logs import LogMerge, _Tail
+from torchx_monarch.insight.log_lines import LogLine
 from torchx_monarch.supervisor import log_files
 from torchx_monarch.system import safe_files
 
@@ -189,7 +190,7 @@ def test_lines_are_merged_by_time(logs: list[list[int]]) -> None:
     sources = {
         index: [TimedLine(float(time), f"{index} {time}") for time in sorted(times)] for index, times in enumerate(logs)
     }
-    found = [merged for merged in LogMerge(sources, follow=False) if merged is not None]
+    found = list(LogMerge(sources, follow=False))
     assert [line.time for _, line in found] == sorted(time for times in logs for time in times)
     for index, lines in sources.items():
         assert [line for key, line in found if key == index] == lines
@@ -197,7 +198,7 @@ def test_lines_are_merged_by_time(logs: list[list[int]]) -> None:
 
 def test_a_line_without_time_stays_behind_the_one_before_it() -> None:
     first = [TimedLine(1.0, "a"), TimedLine(0.0, "b"), TimedLine(3.0, "c")]
-    found = [merged[1].text for merged in LogMerge({"x": first, "y": [TimedLine(2.0, "d")]}, follow=False) if merged]
+    found = [line.text for _, line in LogMerge({"x": first, "y": [TimedLine(2.0, "d")]}, follow=False)]
     assert found == ["a", "b", "d", "c"]
 
 
@@ -208,12 +209,26 @@ def test_a_followed_log_that_is_silent_holds_no_other_up() -> None:
         assert go_on.wait(60)
         yield TimedLine(9.0, "late")
 
-    lines = iter(LogMerge({"silent": silent(), "other": [TimedLine(1.0, "a"), TimedLine(2.0, "b")]}, follow=True))
-    read = filter(None, lines)  # a busy machine may run the thread of the other late
-    assert [next(read), next(read)] == [("other", TimedLine(1.0, "a")), ("other", TimedLine(2.0, "b"))]
-    assert next(lines) is None
-    go_on.set()
-    assert [line for line in lines if line] == [("silent", TimedLine(9.0, "late"))]
+    others, read = [TimedLine(1.0, "a"), TimedLine(2.0, "b")], list[tuple[str, TimedLine]]()
+
+    def idle() -> None:
+        if len(read) == 2:  # a busy machine may run the thread of the other late
+            go_on.set()
+
+    for line in LogMerge({"silent": silent(), "other": others}, follow=True, on_idle=idle):
+        read.append(line)
+    assert read == [*(("other", line) for line in others), ("silent", TimedLine(9.0, "late"))]
+
+
+def test_the_last_lines_are_those_from_before_the_command() -> None:
+    shown: list[str] = []
+    tail = _Tail(lambda line: shown.append(line[2].text), count=2, began=10.0)
+    for time, text in ((1.0, "a"), (2.0, "b"), (3.0, "c")):
+        tail.add((("r", 0), time, LogLine(text)))
+    assert shown == []
+    tail.show_all()
+    tail.add((("r", 0), 9.0, LogLine("d")))  # it was written late, and no last line is waited for
+    assert shown == ["b", "c", "d"]
 
 
 def test_an_error_of_a_log_is_raised() -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -76,27 +76,47 @@ def run(args: argparse.Namespace) -> None:
         roles = _roles(app, args)
         if args.rank is not None:
             _check_ranks(app, roles, args)
-        merged = _merged(job.scheduler, app, roles, args, args.follow and not status.state.is_terminal)
+        logs = _open_logs(job.scheduler, app, roles, args, follow := args.follow and not status.state.is_terminal)
         printer = _Printer(app, args.timestamps, args.json)
-        for shown in _tail(printer.chosen(merged, args.rank), args.tail, began):
-            printer.show(*shown)
+        tail = _Tail(printer.show, args.tail, began)
+        for line in printer.parsed(LogMerge(logs, follow, on_idle=tail.show_all), args.rank):
+            tail.add(line)
+        tail.show_all()
     if args.rank is not None and not printer.has_chosen:
         hint = "; torchrun's --tee 3, which monarch.spmd sets, has lines name their rank"
         say(f"this log has no line of these ranks{'' if printer.has_named_ranks else hint}")
 
 
-def _tail(lines: Iterable[_Line | None], count: int | None, began: float) -> Iterator[_Line]:
-    """Yield the last lines of those that were written before the command began, and later ones as they come."""
-    last: deque[_Line] | None = deque(maxlen=count) if count is not None else None
-    for line in lines:
-        if last is not None and (line is None or line[1] > began):
-            yield from last
-            last = None
-        if line is not None and last is None:
-            yield line
-        elif line is not None and last is not None:
-            last.append(line)
-    yield from last or ()
+class _Tail:
+    """Show the last lines of those that were written before the command began, and later ones as they come.
+
+    Args:
+        show: shows a line.
+        count: the number of last lines; None for all lines.
+        began: when the command began, in seconds since the epoch.
+    """
+
+    def __init__(self, show: Callable[[_Line], None], count: int | None, began: float) -> None:
+        self._show = show
+        self._began = began
+        self._last: deque[_Line] = deque(maxlen=count)
+        self._is_holding = count is not None
+
+    def add(self, line: _Line) -> None:
+        """Show a line, or hold it until it is known whether it is one of the last."""
+        _, time, _ = line
+        if self._is_holding and time <= self._began:
+            self._last.append(line)
+        else:
+            self.show_all()
+            self._show(line)
+
+    def show_all(self) -> None:
+        """Show the lines that are held: the logs have been read to their present ends. Hold no later line."""
+        for line in self._last:
+            self._show(line)
+        self._last.clear()
+        self._is_holding = False
 
 
 def _roles(app: AppSnapshot, args: argparse.Namespace) -> list[str]:
@@ -120,19 +140,18 @@ def _check_ranks(app: AppSnapshot, roles: Sequence[str], args: argparse.Namespac
         raise UserError(f"{args.handle} has no rank {last}; it has {rank_ranges(range(most))}")
 
 
-def _merged(
+def _open_logs(
     scheduler: MonarchScheduler, app: AppSnapshot, roles: Sequence[str], args: argparse.Namespace, follow: bool
-) -> Iterable[tuple[Source, TimedLine] | None]:
-    """Return the lines of the replicas of some roles."""
+) -> dict[Source, Iterator[TimedLine]]:
+    """Return the lines of each replica of some roles."""
     tail = args.tail + _STATES if args.tail is not None and args.rank is None else 0
-    logs = {
+    return {
         (replica.role, replica.id): _readable(
             scheduler.apps.replica_log(app, replica.role, replica.id, since=args.since, tail=tail, follow=follow)
         )
         for replica in app.replicas
         if replica.role in roles
     }
-    return LogMerge(logs, follow)
 
 
 def _readable(lines: Iterable[TimedLine]) -> Iterator[TimedLine]:
@@ -161,25 +180,17 @@ class _Printer:
         is_live = self._is_terminal and not timestamps and not as_json
         self._states = {} if is_live else {source: LastStates(parser) for source, parser in self._parsers.items()}
 
-    def chosen(
-        self, merged: Iterable[tuple[Source, TimedLine] | None], ranks: Sequence[range] | None
-    ) -> Iterator[_Line | None]:
-        """Parse lines; yield those of some ranks, all if that is None, and None where no more came for a while."""
+    def parsed(self, merged: Iterable[tuple[Source, TimedLine]], ranks: Sequence[range] | None) -> Iterator[_Line]:
+        """Parse lines; yield those of some ranks, or all if that is None."""
         for line in self._parsed(merged):
-            if line is not None:
-                _, _, parsed = line
-                self.has_named_ranks = self.has_named_ranks or parsed.rank is not None
-                if ranks is not None and not any(parsed.rank in rank_range for rank_range in ranks):
-                    continue
+            _, _, parsed = line
+            self.has_named_ranks = self.has_named_ranks or parsed.rank is not None
+            if ranks is None or any(parsed.rank in rank_range for rank_range in ranks):
                 self.has_chosen = True
-            yield line
+                yield line
 
-    def _parsed(self, merged: Iterable[tuple[Source, TimedLine] | None]) -> Iterator[_Line | None]:
-        for merged_line in merged:
-            if merged_line is None:
-                yield None
-                continue
-            source, line = merged_line
+    def _parsed(self, merged: Iterable[tuple[Source, TimedLine]]) -> Iterator[_Line]:
+        for source, line in merged:
             if source not in self._states:
                 yield source, line.time, self._parsers[source].parse(line.text)
             else:
@@ -187,8 +198,9 @@ class _Printer:
         for source, states in self._states.items():
             yield from ((source, *found) for found in states.rest())
 
-    def show(self, source: Source, time: float, parsed: LogLine) -> None:
+    def show(self, line: _Line) -> None:
         """Print a line: with its rank, and with its replica if it has no rank and there are several replicas."""
+        source, time, parsed = line
         role, replica = source
         if self._as_json:
             place = {"time": time or None, "role": role, "replica": replica, "rank": parsed.rank}
@@ -214,11 +226,15 @@ class LogMerge(Generic[K]):
     Args:
         logs: the lines of each log, in order. A line without a time (0) comes directly after the one before it.
         follow: whether the logs are still written, so that their next lines are not waited for long.
+        on_idle: called when all lines so far were yielded, and no more have come for a while.
     """
 
-    def __init__(self, logs: Mapping[K, Iterable[TimedLine]], follow: bool) -> None:
+    def __init__(
+        self, logs: Mapping[K, Iterable[TimedLine]], follow: bool, on_idle: Callable[[], None] = lambda: None
+    ) -> None:
         self._keys = list(logs)
         self._follow = follow
+        self._on_idle = on_idle
         self._held: list[deque[TimedLine]] = [deque() for _ in self._keys]
         self._open = set(range(len(self._keys)))
         self._latest = [0.0] * len(self._keys)
@@ -239,15 +255,15 @@ class LogMerge(Generic[K]):
         except Exception as error:
             self._queue.put((index, error))
 
-    def __iter__(self) -> Iterator[tuple[K, TimedLine] | None]:
-        """Yield each line with its log's key; None when all lines so far are yielded and no more came for a while."""
+    def __iter__(self) -> Iterator[tuple[K, TimedLine]]:
+        """Yield each line with its log's key."""
         while self._heap or self._open:
             if self._silent and self._take(self._timeout()):
                 continue
             if self._heap:
                 yield self._pop()
             else:
-                yield None
+                self._on_idle()
 
     def _timeout(self) -> float | None:
         """Return for how many seconds to wait for a silent log; None for as long as it takes."""
