@@ -15,6 +15,7 @@ the rounds:
     server CPU   seconds of CPU that replica 0 used for it
     hosts CPU    the same of all simulated hosts together
     retries      how often one of them was sent away or lost its patience, and tried again
+    attempt      seconds of CPU in which replica 0 forms an elastic attempt of all hosts and looks for newcomers
     KiB a host   memory of replica 0 for each registered host
     alive        CPU that signs of life cost replica 0, in percent of a core (each host sends one every 15 s)
     result       seconds from the result until the last host knows it
@@ -41,12 +42,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import AsyncMock
 
+from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
+from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.system.console import Console
 from torchx_monarch.system.processes import raise_file_limit
 from torchx_monarch.transport import credentials
 from torchx_monarch.transport.connections import Address, ConnectError, Identity
@@ -64,6 +68,7 @@ class Server:
     """What replica 0 has measured; times are of the monotonic clock, which all processes of a machine share."""
 
     cpu: float
+    attempt: float
     memory: float
     alive: float
     announced: float
@@ -77,6 +82,7 @@ class Sample:
     server_cpu: float
     hosts_cpu: float
     retries: int
+    attempt: float
     memory: float
     alive: float
     result: float
@@ -108,15 +114,21 @@ async def _serve(pipe: Connection, address: Address, identity: Identity, replica
     pipe.send(None)
     cpu, memory = time.process_time(), resident()
     await asyncio.wait_for(rendezvous.hosts.until(lambda: rendezvous.hosts.present == replicas), TIMEOUT)
-    hosts = rendezvous.hosts.able
-    rendezvous.hosts.members = hosts
     cpu, memory = time.process_time() - cpu, resident() - memory
+    sizes = NodeRange(2, replicas, TIMEOUT)
+    reporter = Reporter(Console(os.open(os.devnull, os.O_WRONLY)), None, "bench")
+    gatherer = HostGatherer(sizes, rendezvous.hosts, reporter, HostFailures(3))
+    before = time.process_time()
+    await gatherer.gather(0.0)
+    if gatherer.newcomers():
+        raise BenchError(f"{replicas} hosts: not all of them take part")
+    attempt = time.process_time() - before
     before = time.process_time()
     await asyncio.sleep(alive)
     share = 100 * (time.process_time() - before) / alive
     announced = time.monotonic()
     await rendezvous.announce(JobResult(0, "the end of the benchmark"), TIMEOUT)
-    return Server(cpu, memory / 1024 / replicas, share, announced)
+    return Server(cpu, attempt, memory / 1024 / replicas, share, announced)
 
 
 async def hosts(address: Address, identity: Identity, replicas: int, at_once: int) -> tuple[float, float, float, int]:
@@ -178,7 +190,7 @@ def once(identity: Identity, replicas: int, alive: float, at_once: int) -> Sampl
         gc.enable()
         process.kill()
     result = told - server.announced
-    return Sample(registered, server.cpu, cpu, retries, server.memory, server.alive, result)
+    return Sample(registered, server.cpu, cpu, retries, server.attempt, server.memory, server.alive, result)
 
 
 def minting(authority: credentials.HostCredentials, rounds: int = 50) -> float:
@@ -199,7 +211,9 @@ def report(samples: dict[int, list[Sample]]) -> str:
 
     base = min((number for number in samples if number >= 64), default=min(samples))
     base_cost = median(samples[base], "registered") / base
-    rows = ["hosts  registered  (least-greatest)  per host  growth  server CPU  hosts CPU  retries  KiB a host"]
+    rows = [
+        "hosts  registered  (least-greatest)  per host  growth  server CPU  hosts CPU  retries  attempt  KiB a host"
+    ]
     rows[0] += "  alive   result"
     for number, taken in sorted(samples.items()):
         times = [sample.registered for sample in taken]
@@ -207,7 +221,8 @@ def report(samples: dict[int, list[Sample]]) -> str:
         rows.append(
             f"{number:>5}  {median(taken, 'registered'):>10.2f}  {f'({min(times):.2f}-{max(times):.2f})':>16}  "
             f"{1000 * cost:>8.2f}  {cost / base_cost:>6.2f}  {median(taken, 'server_cpu'):>10.2f}  "
-            f"{median(taken, 'hosts_cpu'):>9.2f}  {median(taken, 'retries'):>7.0f}  {median(taken, 'memory'):>10.0f}  "
+            f"{median(taken, 'hosts_cpu'):>9.2f}  {median(taken, 'retries'):>7.0f}  "
+            f"{median(taken, 'attempt'):>7.3f}  {median(taken, 'memory'):>10.0f}  "
             f"{median(taken, 'alive'):>5.1f}%  {median(taken, 'result'):>7.3f}"
         )
     return "\n".join(rows)

@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
 from collections.abc import Collection
+from types import FrameType
 
 import pytest
 
-from torchx_monarch.controller.elastic import HostFailures, choose, machine
+from torchx_monarch.controller.elastic import HostFailures, HostGatherer, HostRegistry, NodeRange, choose
+from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.system.console import Console
 
 
 def host(replica: int, name: str = "", machine: str = "") -> Registration:
@@ -56,8 +62,21 @@ def test_the_hosts_of_an_attempt(present: str, places: str, sizes: tuple[int, in
     [([host(0), host(1, "n1")], "n1"), ([host(1, "n1"), host(2, "n1")], "n1 (replica 1)"), ([], "n1")],
 )
 def test_failures_count_for_the_machine(others: Collection[Registration], name: str) -> None:
-    assert machine(host(1, "n1"), others) == name
-    assert machine(host(1, "pod-1", "node7"), [host(2, "pod-2", "node8")]) == "node7"
+    registry = HostRegistry(4)
+    for other in others:
+        registry.add(other)
+    assert registry.machine(host(1, "n1")) == name
+
+
+def test_containers_fail_by_the_name_of_their_machine() -> None:
+    registry = HostRegistry(4)
+    registry.add(host(1, "pod-1", "node7"))
+    registry.add(host(2, "pod-2", "node8"))
+    assert registry.machine(host(1, "pod-1", "node7")) == "node7"
+    registry.add(host(3, "pod-3", "node7"))
+    assert registry.machine(host(1, "pod-1", "node7")) == "node7 (replica 1)"
+    registry.remove(3)
+    assert registry.machine(host(1, "pod-1", "node7")) == "node7"
 
 
 def test_a_machine_is_excluded_by_failures_within_the_window() -> None:
@@ -70,3 +89,37 @@ def test_a_machine_is_excluded_by_failures_within_the_window() -> None:
     assert not failures.add("a"), "it is told once"
     never = HostFailures(0)
     assert not any(never.add("a") for _ in range(9)) and not never.excluded
+
+
+def _calls_of_an_attempt(hosts: int) -> int:
+    """The calls of Python functions in which hosts register, an elastic attempt is formed, and one is lost."""
+    registry = HostRegistry(hosts)
+    reporter = Reporter(Console(os.open(os.devnull, os.O_WRONLY)), None, "trainer")
+    gatherer = HostGatherer(NodeRange(1, hosts, 60.0), registry, reporter, HostFailures(3))
+    count = 0
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    async def attempt() -> None:
+        await registry.until(lambda: registry.present > 0, 0.0)
+        formed = await gatherer.gather(0.0)
+        assert len(formed) == hosts and not gatherer.newcomers()
+        gatherer.blame(formed[-1], "it failed")
+        registry.remove(hosts - 1)
+        assert not gatherer.newcomers()
+
+    sys.setprofile(profile)
+    try:
+        for replica in range(hosts):
+            registry.add(host(replica))
+            assert registry.is_idle(registry.registered[replica]) is False
+        asyncio.run(attempt())
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_an_attempt_costs_no_square_of_the_number_of_hosts() -> None:
+    assert _calls_of_an_attempt(800) < 6 * _calls_of_an_attempt(200)

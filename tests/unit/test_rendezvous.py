@@ -57,7 +57,7 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         await first.start()
         first.register(host(0))
         lost = await RendezvousClient.join(HostNetwork(address), host(1), WITHIN)
-        first.hosts.members = first.hosts.able
+        first.hosts.form(first.hosts.able)
         lost._writer.close()
         assert (await asyncio.wait_for(first.events.next(), WITHIN)).replica == 1
         first.end()
@@ -94,7 +94,7 @@ def test_losses_and_errors_of_spare_hosts_are_no_events(address: Address) -> Non
         with pytest.raises(RendezvousError, match="no such file"):
             await RendezvousClient.join(HostNetwork(address), broken, WITHIN)
         member = await RendezvousClient.join(HostNetwork(address), host(1), WITHIN)
-        first.hosts.members = first.hosts.able
+        first.hosts.form(first.hosts.able)
         spare = await RendezvousClient.join(HostNetwork(address), host(2), WITHIN)
         await until_async(lambda: changes, "the spare host")
         assert changes == [None]

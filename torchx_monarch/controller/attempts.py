@@ -173,7 +173,7 @@ class Attempts:
             async for _, exited in answers:
                 self._add_exits(exited)
                 growth.cancel()  # once the ranks of a host have ended, a further host is of no use
-                if first := root_cause(self.exits.values()):
+                if first := root_cause(exited):
                     hanging.cancel()
                     if first.is_early:
                         await self._add_early_failures(answers)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torchx_monarch.command.command import Command
@@ -72,6 +73,8 @@ class NodeRange:
 class HostRegistry:
     """The hosts of a role that are registered.
 
+    A job has up to thousands of hosts, and each registers: what an event changes is counted, and never searched for.
+
     Attributes:
         members: the members of the present attempt, in the order of their node ranks; empty before the first.
         on_idle_change: called when hosts that are no members have changed, with the loss of one or with None.
@@ -79,9 +82,12 @@ class HostRegistry:
 
     def __init__(self, replicas: int) -> None:
         self.registered: dict[int, Registration] = {}
-        self.members: list[Registration] = []
+        self.members: Sequence[Registration] = ()
         self.on_idle_change: Callable[[HostEvent | None], None] = lambda loss: None
         self._replicas = replicas
+        self._member_of: dict[int, Registration] = {}
+        self._able_idle: set[int] = set()
+        self._machines = Counter[str]()
         self._seen: set[int] = set()
         self._failed: set[int] = set()
         self._refused: set[int] = set()
@@ -89,18 +95,36 @@ class HostRegistry:
         self.until = self._changes.until
 
     def add(self, host: Registration) -> None:
+        self._forget(host.replica)
         self.registered[host.replica] = host
-        (self._failed.add if host.error else self._failed.discard)(host.replica)
+        self._machines[_machine(host)] += 1
+        if host.error:
+            self._failed.add(host.replica)
+        elif self.is_idle(host):
+            self._able_idle.add(host.replica)
         self._seen.add(host.replica)
         self._changes.notify()
 
     def remove(self, replica: int) -> bool:
         """Forget a host; return whether it was registered. From here on its replacement may register."""
-        removed = self.registered.pop(replica, None) is not None
-        self._failed.discard(replica)
+        removed = self._forget(replica)
         if removed:
             self._changes.notify()
         return removed
+
+    def _forget(self, replica: int) -> bool:
+        host = self.registered.pop(replica, None)
+        self._failed.discard(replica)
+        self._able_idle.discard(replica)
+        if host is not None:
+            self._machines[_machine(host)] -= 1
+        return host is not None
+
+    def form(self, members: Sequence[Registration]) -> None:
+        """Begin an attempt with these hosts, in the order of their node ranks."""
+        self.members = members
+        self._member_of = {host.replica: host for host in members}
+        self._able_idle = {host.replica for host in self.registered.values() if self.is_idle(host) and not host.error}
 
     @property
     def formed(self) -> bool:
@@ -115,12 +139,28 @@ class HostRegistry:
 
     def is_idle(self, host: Registration) -> bool:
         """Return whether a host is no member of the present attempt."""
-        return self.formed and not any(member is host for member in self.members)
+        return self.formed and self._member_of.get(host.replica) is not host
+
+    @property
+    def has_able_idle(self) -> bool:
+        """Whether a registered host that can take part is no member of the present attempt."""
+        return bool(self._able_idle)
+
+    def machine(self, host: Registration) -> str:
+        """Return the name under which failures of a host count: the machine's, unless other hosts share it."""
+        name, registered = _machine(host), self.registered.get(host.replica)
+        others = self._machines[name] - (registered is not None and _machine(registered) == name)
+        return f"{name} (replica {host.replica})" if others else name
 
     @property
     def able(self) -> list[Registration]:
         """The registered hosts that can take part, by replica."""
         return [host for _, host in sorted(self.registered.items()) if not host.error]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all replicas are registered."""
+        return len(self.registered) == self._replicas
 
     @property
     def missing(self) -> list[int]:
@@ -171,7 +211,7 @@ class HostGatherer:
     def _form(self) -> list[Registration]:
         registry, sizes = self._registry, self._sizes
         before, hosts = registry.members, self._choose()
-        registry.members = hosts
+        registry.form(hosts)
         size = f" (elastic, {sizes.fewest} to {sizes.most})" if sizes.elastic else ""
         names = [host.hostname for host in hosts]
         self._reporter.phase("hosts", f"hosts {len(hosts)}/{sizes.most}{size}", count=len(hosts), hosts=names)
@@ -190,13 +230,15 @@ class HostGatherer:
 
     def newcomers(self) -> list[Registration]:
         """Return the hosts that would join the present attempt if it were formed now."""
-        return [host for host in self._choose() if host not in self._registry.members]
+        if not self._registry.has_able_idle:
+            return []
+        return [host for host in self._choose() if self._registry.is_idle(host)]
 
     def blame(self, host: Registration, reason: str) -> HostExcluded | None:
         """Count a failure of a host; return the event that puts another host in its place, if it is excluded now."""
         if len(self._registry.registered) == 1:  # no other host can take its place
             return None
-        name = machine(host, self._registry.registered.values())
+        name = self._registry.machine(host)
         if not (failures := self._failures.add(name)):
             return None
         message = f"{name} is excluded after {failures}, the last: {reason}"
@@ -209,9 +251,11 @@ class HostGatherer:
         return None
 
     def _report_spares(self) -> None:
-        excluded, members = self._excluded(), self._registry.members
-        spares = [host for host in self._registry.able if host not in members and host.replica not in excluded]
-        if self._sizes.spares and frozenset(host.replica for host in spares) != self._reported_spares:
+        if not self._sizes.spares:
+            return
+        registry, excluded = self._registry, self._excluded()
+        spares = [host for host in registry.able if registry.is_idle(host) and host.replica not in excluded]
+        if frozenset(host.replica for host in spares) != self._reported_spares:
             self._reported_spares = frozenset(host.replica for host in spares)
             text = f"spare: {', '.join(host.name for host in spares)}" if spares else "no spare host is left"
             self._reporter.report(
@@ -231,19 +275,21 @@ class HostGatherer:
 
     def _settled(self) -> bool:
         present, sizes = self._registry.present, self._sizes
-        return not self._registry.missing or not sizes.fewest <= present < sizes.most
+        return self._registry.is_complete or not sizes.fewest <= present < sizes.most
 
     def _are_first(self) -> bool:
         """Whether the hosts that are no spare ones have registered, so that a spare one is not used in their place."""
-        return all(replica >= self._sizes.most for replica in self._registry.missing)
+        return all(replica in self._registry.registered for replica in range(self._sizes.most))
 
     def _choose(self) -> list[Registration]:
         sizes, places = self._sizes, [host.replica for host in self._registry.members] if self._sizes.spares else []
         return choose(self._registry.able, places, sizes.most, sizes.fewest, self._excluded())
 
     def _excluded(self) -> set[int]:
-        registered = self._registry.registered.values()
-        return {host.replica for host in registered if machine(host, registered) in self._failures.excluded}
+        if not self._failures.excluded:
+            return set()
+        registry = self._registry
+        return {host.replica for host in registry.able if registry.machine(host) in self._failures.excluded}
 
     def _report_idle_change(self, loss: HostEvent | None) -> None:
         if loss is not None:
@@ -267,7 +313,7 @@ class HostGatherer:
         count = f"{registry.present} of at least {sizes.fewest} hosts"
         raise TooFewHosts(f"{count} arrived {within}: {missing} did not")
 
-    def _report_change(self, before: list[Registration], now: list[Registration]) -> None:
+    def _report_change(self, before: Sequence[Registration], now: Sequence[Registration]) -> None:
         old_replicas, new_replicas = ({host.replica for host in hosts} for hosts in (before, now))
         came, went = new_replicas - old_replicas, old_replicas - new_replicas
         if len(before) == len(now):
@@ -307,22 +353,18 @@ def choose(
     ``fewest`` hosts would be left. Replica 0 always takes part: the controller runs there.
     """
     usable = {host.replica: host for host in present if host.replica == 0 or host.replica not in excluded}
-    others = sorted(
-        (host for host in present if host.replica not in usable), key=lambda host: host.replica not in places
-    )
+    had_place = set(places)
+    others = sorted((host for host in present if host.replica not in usable), key=lambda h: h.replica not in had_place)
     usable.update((host.replica, host) for host in others[: max(0, fewest - len(usable))])
     taken = [replica if replica in usable else None for replica in places[:most]]
-    free = sorted(replica for replica in usable if replica not in taken)
+    free = iter(sorted(usable.keys() - set(taken)))
     seats = [*taken, *[None] * (most - len(taken))]
-    chosen = [free.pop(0) if replica is None and free else replica for replica in seats]
+    chosen = [next(free, None) if replica is None else replica for replica in seats]
     return [usable[replica] for replica in chosen if replica is not None]
 
 
-def machine(host: Registration, others: Collection[Registration]) -> str:
-    """Return the name under which the failures of a host are counted: the machine's, unless other hosts share it."""
-    name = host.machine or host.hostname
-    shared = any((other.machine or other.hostname) == name and other.replica != host.replica for other in others)
-    return f"{name} (replica {host.replica})" if shared else name
+def _machine(host: Registration) -> str:
+    return host.machine or host.hostname
 
 
 class HostFailures:
