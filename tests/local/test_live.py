@@ -20,9 +20,8 @@ import torchx_monarch
 from tests.local.live import Live
 from tests.ports import free_port
 from tests.waits import WITHIN, until
-from torchx_monarch.client import hosts as client_hosts
 from torchx_monarch.client.connection import Connection
-from torchx_monarch.client.run_options import RunOptions, run_message
+from torchx_monarch.client.run_options import RunOptions, run_request
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
 
 
@@ -230,8 +229,7 @@ def test_a_run_outlives_its_client_and_is_found_again(
         sys.exit(3)  # the first that does has the other one stopped
     """)
     hosts = live("torchrun", "--nproc-per-node", "2", path)
-    request = run_message(client_hosts.Hosts(hosts.job.handle), None, RunOptions())
-    with Connection.open(hosts.target, request) as link:
+    with Connection.open(hosts.target, run_request(None, RunOptions()).to_message()) as link:
         assert link.receive() == {"type": "accepted", "run": 1}
     other = torchx_monarch.SPMDJob.attach(hosts.job.handle, address=str(hosts.target.address))
     handle = other.follow(output="store", check=False)

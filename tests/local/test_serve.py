@@ -239,6 +239,14 @@ def test_the_component_and_what_is_refused(jobs: list[torchx_monarch.SPMDJob], t
     assert sorted(torchx(*words).stdout.splitlines()) == ["0 of 2", "1 of 2"]
     with pytest.raises(SPMDError, match="can't open file .*sh': .*For the program: torchrun --no-python sh"):
         job.run_spmd(["sh", "-c", "true"], output="none")
+    for options, why in (
+        ("--timeout -1", "timeout=-1.0: give a number of seconds above 0, or None for no limit"),
+        ("--nproc 0", "nproc='0': give a number above 0, or one of auto, gpu, cpu, xpu"),
+        ("--cwd there", "cwd of the run, 'there', is no absolute path"),
+        ("--cwd /a --workspace /b", "give cwd='/a', a folder that the hosts have, or workspace='/b', not both"),
+    ):
+        done = torchx("monarch", "exec", handle, *options.split(), "--", "python", "x.py", check=False)
+        assert done.returncode == os.EX_USAGE and done.stderr == f"[monarch] {why}\n"
     for strange, code, why in (
         ("nonsense", 66, "there is no app 'nonsense'"),
         ("nosuch://torchx/x", 64, "nosuch does not exist"),

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from torchx.specs.finder import ComponentValidationException
@@ -36,7 +36,7 @@ def test_each_public_name_is_listed_everywhere() -> None:
     imported = {alias.name: node.module for node in imports for alias in node.names}
     assert imported == {name: f"torchx_monarch.{module}" for name, module in _MODULES.items()}
     assert list(_MODULES) == torchx_monarch.__all__ == sorted(torchx_monarch.__all__)
-    assert set(torchx_monarch.__all__) <= set(dir(torchx_monarch))
+    assert [name for name in dir(torchx_monarch) if not name.startswith("__")] == torchx_monarch.__all__
     code = "import torchx_monarch as t; [getattr(t, name) for name in t.__all__]"  # in a process of its own: Monarch's
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
     with pytest.raises(AttributeError, match="has no attribute 'nosuch'"):
@@ -80,11 +80,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The arguments with which hosts are asked for a run."""
     found: dict[str, Any] = {}
 
-    def run_message(hosts: object, script_args: object, options: RunOptions) -> dict[str, Any]:
+    def run_request(script_args: object, options: RunOptions) -> NoReturn:
         found.update(script_args=script_args, **dataclasses.asdict(options))
         raise RequestMadeError
 
-    monkeypatch.setattr("torchx_monarch.client.job.run_message", run_message)
+    monkeypatch.setattr("torchx_monarch.client.job.run_request", run_request)
     return found
 
 
@@ -110,6 +110,11 @@ def test_arguments_replace_single_options(method: str, asked: dict[str, Any], tm
         ({"cwd": "/a", "workspace": "/b"}, ValueError, "give cwd='/a', a folder that the hosts have, or workspace="),
         ({"output": "file"}, ValueError, "output='file': use 'stream', 'store', 'none' or a function"),
         ({"sync": "often"}, ValueError, "sync='often' is none of auto, always, never"),
+        ({"env": {"A": None}}, ValueError, "env={'A': None}: give a text, such as '' for an empty value"),
+        ({"timeout": "5"}, ValueError, "timeout='5': give a number of seconds above 0, or None for no limit"),
+        ({"timeout": float("inf")}, ValueError, "timeout=inf: give a number of seconds above 0, or None for no limit"),
+        ({"timeout": True}, ValueError, "timeout=True: give a number of seconds above 0, or None for no limit"),
+        ({"nproc": 0}, ValueError, "nproc=0: give a number above 0, or one of auto, gpu, cpu, xpu"),
         ({"nprocs": 2}, TypeError, "nprocs"),
     ],
 )

@@ -18,7 +18,7 @@ from torchx_monarch.cli.output import add_json, print_record
 from torchx_monarch.client.hosts import START_TIMEOUT, Hosts, say
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.run import Collector, Records, collect_with_interrupts
-from torchx_monarch.client.run_options import RunOptions, run_message
+from torchx_monarch.client.run_options import RunOptions, run_request, send_code
 from torchx_monarch.client.workspace_sync import SyncMode, current_workspace
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 from torchx_monarch.model.host_result import HostResult
@@ -69,23 +69,27 @@ def run(args: argparse.Namespace) -> None:
             raise CommandError(f"--env {pair}: give NAME=VALUE", exit_codes.USAGE)
         env[name] = value
     workspace = current_workspace() if args.workspace is None and not args.cwd else args.workspace
-    options = RunOptions(
-        env=env,
-        nproc=args.nproc or None,
-        timeout=args.timeout,
-        cwd=args.cwd or None,
-        workspace=workspace or None,
-        sync=args.sync,
-        queue=args.queue,
-    )
+    try:
+        options = RunOptions(
+            env=env,
+            nproc=args.nproc or None,
+            timeout=args.timeout,
+            cwd=args.cwd or None,
+            workspace=workspace or None,
+            sync=args.sync,
+            queue=args.queue,
+        )
+        request = run_request(words or None, options)
+    except ValueError as error:
+        raise CommandError(str(error), exit_codes.USAGE) from None
     hosts = hosts_of(args)
     if not args.detach:
         termination.install()
     hosts.wait(START_TIMEOUT, say)
-    message = run_message(hosts, words or None, options)
+    request = send_code(hosts, request, options)
     if not args.detach:
         termination.hold()  # a run cannot be stopped before its number is known: collect_with_interrupts releases them
-    records = Records.request(hosts, message)
+    records = Records.request(hosts, request.to_message())
     if args.detach:
         print_accepted(args.handle, records.run) if args.json else print(records.run)
         records.close()

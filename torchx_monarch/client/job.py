@@ -16,9 +16,10 @@ from torchx_monarch.client.function import decode_values, encode_call, program
 from torchx_monarch.client.hosts import ENDED, START_TIMEOUT, AllocationStatus, Hosts
 from torchx_monarch.client.result import RunInfo, RunResult
 from torchx_monarch.client.run import Collector, Records, RunHandle, collect_with_interrupts
-from torchx_monarch.client.run_options import Output, RunOptions, RunOptionsDict, merge_options, run_message
+from torchx_monarch.client.run_options import Output, RunOptions, RunOptionsDict, merge_options, run_request, send_code
 from torchx_monarch.client.workspace_sync import SyncMode, check_when
 from torchx_monarch.exceptions import AllocationError, SPMDError, UnreachableError
+from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.system.line_output import LineReader
 
 # After the base class, which prepares this import.
@@ -212,8 +213,8 @@ class SPMDJob(AttachedJob):
             TypeError: ``RunOptions`` has no such option.
         """
         options = self._options(options, changes)
-        message = run_message(self._role_hosts, script_args, options)
-        result = self._wait(message, Collector(options.output, options.on_phase))
+        request = run_request(script_args, options)
+        result = self._wait(request, options, Collector(options.output, options.on_phase))
         if options.check and result.exit_code != 0:
             raise SPMDError(result)
         return result
@@ -239,7 +240,7 @@ class SPMDJob(AttachedJob):
             TypeError: ``RunOptions`` has no such option.
         """
         options = self._options(options, changes)
-        records = Records.request(self._role_hosts, run_message(self._role_hosts, script_args, options))
+        records = self._submit(run_request(script_args, options), options)
         return RunHandle(self._role_hosts, records, Collector(options.output, options.on_phase), options.check)
 
     def run(
@@ -263,12 +264,16 @@ class SPMDJob(AttachedJob):
         """
         options = self._options(options, {})
         encoded = encode_call(function, args, kwargs, options)
-        message = {**run_message(self._role_hosts, program(function), options), "function": encoded}
+        request = dataclasses.replace(run_request(program(function), options), function=encoded)
         collector = Collector(options.output, options.on_phase, takes_values=True)
-        return decode_values(self._wait(message, collector), collector.values, options.results)
+        return decode_values(self._wait(request, options, collector), collector.values, options.results)
 
-    def _wait(self, message: dict[str, Any], collector: Collector) -> RunResult:
-        with contextlib.closing(Records.request(self._role_hosts, message)) as records:
+    def _submit(self, request: RunRequest, options: RunOptions) -> Records:
+        request = send_code(self._role_hosts, request, options)
+        return Records.request(self._role_hosts, request.to_message())
+
+    def _wait(self, request: RunRequest, options: RunOptions, collector: Collector) -> RunResult:
+        with contextlib.closing(self._submit(request, options)) as records:
             return collect_with_interrupts(self._role_hosts, records, collector)
 
     def _options(self, options: RunOptions | None, changes: RunOptionsDict) -> RunOptions:

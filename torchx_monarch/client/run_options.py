@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The options of a run on a live allocation, and the message with which a client submits it."""
+"""The options of a run on a live allocation, and the request with which a client submits it."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import shlex
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, get_args
+from typing import Literal, TypedDict, get_args
 
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.workspace_sync import SyncMode, check_when, sync_workspace
+from torchx_monarch.command.command import PROCESS_COUNTS, is_process_count
 from torchx_monarch.function import Encoding
+from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.model.spelling import did_you_mean
 from torchx_monarch.system.processes import user_name
 
@@ -67,8 +70,7 @@ class RunOptions:
         on_phase: called with each progress line of the run, such as its start and its attempts; None to drop them.
 
     Raises:
-        ValueError: both ``cwd`` and ``workspace`` are given, or ``output``, ``results`` or ``sync`` has a value that
-            does not exist.
+        ValueError: both ``cwd`` and ``workspace`` are given, or a field has an invalid value.
     """
 
     env: Mapping[str, str] | None = None
@@ -89,8 +91,13 @@ class RunOptions:
             check_when(self.sync)
         if self.results not in get_args(Encoding):
             raise ValueError(f"results={self.results!r} is none of {', '.join(get_args(Encoding))}")
-        if not isinstance(self.env or {}, Mapping):
-            raise ValueError(f"env={self.env!r}: give a dict, such as {{'A': '1'}}")
+        check_env(self.env)
+        if self.nproc is not None and not is_process_count(str(self.nproc)):
+            raise ValueError(f"nproc={self.nproc!r}: give a number above 0, or one of {', '.join(PROCESS_COUNTS)}")
+        if self.timeout is not None:
+            is_number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
+            if not is_number or not 0 < self.timeout < math.inf:
+                raise ValueError(f"timeout={self.timeout!r}: give a number of seconds above 0, or None for no limit")
         if self.cwd and self.workspace:
             raise ValueError(
                 f"give cwd={self.cwd!r}, a folder that the hosts have, or workspace={self.workspace!r}, not both"
@@ -114,6 +121,15 @@ def check_output(output: Output) -> None:
         raise ValueError(f"output={output!r}: use 'stream', 'store', 'none' or a function of rank, stream and text")
 
 
+def check_env(env: Mapping[str, str] | None) -> None:
+    """Raise a ValueError if variables for ranks or actors are no dict, or have no value."""
+    if not isinstance(env or {}, Mapping):
+        raise ValueError(f"env={env!r}: give a dict, such as {{'A': '1'}}")
+    for name, value in (env or {}).items():
+        if value is None:
+            raise ValueError(f"env={{{name!r}: None}}: give a text, such as '' for an empty value, or leave it out")
+
+
 def split_command(command: str | Sequence[str]) -> list[str]:
     """Return the words of a command. A string is split as a shell splits it; a ValueError says why it cannot be."""
     if not isinstance(command, str):
@@ -124,30 +140,38 @@ def split_command(command: str | Sequence[str]) -> list[str]:
         raise ValueError(f"{error} in {command!r}") from None
 
 
-def run_message(hosts: Hosts, script_args: str | Sequence[str] | None, options: RunOptions) -> dict[str, Any]:
-    """Give the hosts the current state of the workspace, and return the ``run`` message that asks them for a run.
+def run_request(script_args: str | Sequence[str] | None, options: RunOptions) -> RunRequest:
+    """Return the request for a run, without the code that it needs (``send_code``).
 
     Raises:
-        CodeError: the workspace could not be sent to the hosts.
-        ValueError: ``script_args`` is empty or has an unclosed quotation.
+        ValueError: ``script_args`` is empty or has an unclosed quotation, or the hosts would refuse the request.
     """
     words = split_command(script_args) if script_args is not None else None
     if words == []:
         raise ValueError("script_args is empty; None runs the allocation's own command")
     whole = words is not None and _COMMAND.fullmatch(os.path.basename(words[0])) is not None
-    message: dict[str, Any] = {
-        "type": "run",
-        "command": words if whole else None,
-        "program": None if whole else words,
-        "env": {name: str(value) for name, value in (options.env or {}).items()},
-        "nproc": "" if options.nproc is None else str(options.nproc),
-        "timeout": options.timeout,
-        "cwd": options.cwd or "",
-        "queue": options.queue,
-        "by": f"{user_name()}@{socket.gethostname()}",
-    }
-    if options.workspace:
-        folder, when = os.path.expanduser(options.workspace), options.sync or "auto"
-        message.update(hosts.reach(lambda target: sync_workspace(target, folder, when), ready=True))
-        message["workspace"] = f"{message['by']}:{os.path.realpath(folder)}"
-    return message
+    request = RunRequest(
+        command=tuple(words) if words and whole else None,
+        program=tuple(words) if words and not whole else None,
+        nproc="" if options.nproc is None else str(options.nproc),
+        env={name: str(value) for name, value in (options.env or {}).items()},
+        cwd=options.cwd or "",
+        timeout=options.timeout,
+        queue=options.queue,
+        by=f"{user_name()}@{socket.gethostname()}",
+    )
+    request.check()
+    return request
+
+
+def send_code(hosts: Hosts, request: RunRequest, options: RunOptions) -> RunRequest:
+    """Give the hosts the current state of the workspace, and return the request for a run with it.
+
+    Raises:
+        CodeError: the workspace could not be sent to the hosts.
+    """
+    if not options.workspace:
+        return request
+    folder, when = os.path.expanduser(options.workspace), options.sync or "auto"
+    code = hosts.reach(lambda target: sync_workspace(target, folder, when), ready=True)
+    return dataclasses.replace(request, workspace=f"{request.by}:{os.path.realpath(folder)}", **code)

@@ -52,13 +52,18 @@ class RunRequest:
         """Parse a client's message; raise ``ValueError`` that names the field with an invalid value."""
         given = {name: value for name, value in message.items() if value is not None}
         request = decode(cls, {"command": None, "program": None, **given}, "the run")
-        request._check()
+        request.check()
         # What is shown to others is short, whatever a client sends.
         return dataclasses.replace(
             request, code=request.code[:200], workspace=request.workspace[:5000], by=request.by[:200]
         )
 
-    def _check(self) -> None:
+    def to_message(self) -> dict[str, Any]:
+        """Return the message with which a client sends the request."""
+        return {"type": "run", **vars(self)}
+
+    def check(self) -> None:
+        """Raise a ``ValueError`` that names the field with an invalid value."""
         if bad := [word for word in self.command or self.program or () if "\0" in word]:
             raise ValueError(f"the run has the argument {bad[0]!r:.60}: no argument of a process can have a NUL")
         if bad := [name for name, value in self.env.items() if not name or "=" in name or "\0" in name + value]:
