@@ -148,7 +148,9 @@ def test_a_failure_says_who_began_it_and_leaves_the_hosts_to_the_next_run(
     assert result.reason == f"run {result.run} was ended by its timeout of 1 s"
     assert hosts.run("nosuch.py").exit_code == 2
     assert "can't open file" in hosts.run("nosuch.py").reason
-    assert "--nnodes=3" in hosts.run("torchrun", "--nnodes", "3", path).reason
+    reason = hosts.run("torchrun", "--nnodes", "3", path).reason
+    assert "--nnodes=3 does not agree with the allocation's 1 host. Use --nnodes=1, or take other hosts" in reason
+    assert "role" not in reason
     assert hosts.run().exit_code == 0
     assert hosts.end() == [0]
 

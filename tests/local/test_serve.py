@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torchx.runner import Runner
 from torchx.specs import AppDef, Role
 
 import torchx_monarch
@@ -47,7 +49,11 @@ def over(job: torchx_monarch.SPMDJob) -> str:
 
 
 def test_serve_leaves_the_app_as_it_is_and_holds_each_of_its_roles(
-    jobs: list[torchx_monarch.SPMDJob], script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+    jobs: list[torchx_monarch.SPMDJob],
+    script: Callable[[str], str],
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = script("print(sys.argv[1], rank, os.environ['WORLD_SIZE'], os.environ.get('OF_ROLE'))")
     trainer = ["--nnodes", "2", "--nproc-per-node", "1", path, "trainer"]
@@ -59,9 +65,15 @@ def test_serve_leaves_the_app_as_it_is_and_holds_each_of_its_roles(
         ],
     )
     before = copy.deepcopy(app)
-    job = serve(app, scheduler="monarch_local", scheduler_cfg=CFG)
+    monkeypatch.chdir(tmp_path)
+    cached = tmp_path / ".monarch/job_state.pkl"
+    cached.parent.mkdir()
+    cached.touch()
+    with pytest.warns(UserWarning, match=f"Removing the cached state of a job, {cached}: it is of an earlier job"):
+        job = serve(app, scheduler="monarch_local", scheduler_cfg=CFG)
     jobs.append(job)
-    assert app == before
+    assert app == before and not cached.exists()
+    assert capfd.readouterr().err == f"[monarch] launched {job.handle}\n"
     said: list[str] = []
     assert job.wait_ready(WITHIN, said.append) is job
     assert all(line.startswith("waiting for ") for line in said)
@@ -186,6 +198,7 @@ def test_all_requests_wait_for_the_hosts_and_say_when_they_have_ended(
     waits = f"until test -e '{tmp_path}/go'; do sleep 0.05; done; torchrun --nproc-per-node 2 '{path}'"
     app = AppDef("app", [Role("trainer", image="", entrypoint="bash", args=["-c", waits])])
     with serve(app, scheduler_cfg=CFG, start_timeout=WITHIN) as job:
+        assert job.handle in capfd.readouterr().err
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(job.runs)  # when nothing listens yet
             said = str(until(lambda: capfd.readouterr().err, "the wait"))
@@ -221,7 +234,7 @@ def test_a_run_is_lost_with_its_hosts(jobs: list[torchx_monarch.SPMDJob], script
     assert not handle.cancel()
 
 
-def test_the_component_and_what_is_refused(jobs: list[torchx_monarch.SPMDJob], tmp_path: Path) -> None:
+def test_the_component_and_what_is_refused(jobs: list[torchx_monarch.SPMDJob], tmp_path: Path, runner: Runner) -> None:
     handle = torchx("run", "-s", "monarch_local", "-cfg", "preload=none", "monarch.hosts", "-j", "2x1").stdout.split()[
         0
     ]
@@ -249,7 +262,7 @@ def test_the_component_and_what_is_refused(jobs: list[torchx_monarch.SPMDJob], t
         assert done.returncode == os.EX_USAGE and done.stderr == f"[monarch] {why}\n"
     for strange, code, why in (
         ("nonsense", 66, "there is no app 'nonsense'"),
-        ("nosuch://torchx/x", 64, "nosuch does not exist"),
+        ("nosuch://torchx/x", 64, "there is no scheduler nosuch"),
         ("monarch_local://torchx/nosuch", 66, "there is no app 'monarch_local://torchx/nosuch'"),
     ):
         done = torchx("monarch", "exec", strange, "--", "python", "x.py", check=False)
@@ -264,6 +277,23 @@ def test_the_component_and_what_is_refused(jobs: list[torchx_monarch.SPMDJob], t
     ):
         with pytest.raises(ValueError, match=why):
             serve(bad)
+    app = AppDef("a", [Role("sidecar", image="", entrypoint="sleep"), Role("t", "", entrypoint="torchrun", args=["x"])])
+    for wrong, why in (
+        ({"role": "nope"}, "role='nope': the roles of app 'spmd-job' with hosts for runs are trainer"),
+        ({"appdef": app, "role": "sidecar"}, "role='sidecar': the roles of app 'a' with hosts for runs are t"),
+        ({"workspace": "/nope"}, "workspace='/nope': there is no such folder"),
+        ({"appdef": app, "name": "b"}, "name='b' is for a command; that of an AppDef is its own"),
+        ({"scheduler": "monarch-local"}, "there is no scheduler monarch-local. Did you mean monarch_local?"),
+        (
+            {"appdef": "torchrun --standalone --nnodes 2 x"},
+            "for one node, but the allocation has 2 hosts. Leave it out",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(why)):
+            serve(**{"appdef": "torchrun x.py", **wrong})
+    assert [app.app_handle for app in runner.list("monarch_local")] == [handle]  # nothing was submitted
+    jobs.append(serve("torchrun x.py", scheduler_cfg=CFG, name="named"))
+    assert jobs[-1].handle.startswith("monarch_local://torchx/named-")
     with pytest.raises(TypeError, match="appdef={'trainers': 2}: give an AppDef, or a torchrun or Python command"):
         serve({"trainers": 2})
     with pytest.raises(ValueError, match="local_cwd"):

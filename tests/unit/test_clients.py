@@ -6,6 +6,8 @@ from __future__ import annotations
 import base64
 import json
 import os
+import pickle
+import re
 import stat
 import subprocess
 import sys
@@ -17,8 +19,9 @@ import pytest
 
 from tests.waits import WITHIN
 from torchx_monarch.backends.core import stored_apps
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.client.connection import Connection, Target
-from torchx_monarch.exceptions import ClientError, UnreachableError
+from torchx_monarch.exceptions import AllocationError, ClientError, UnreachableError
 from torchx_monarch.transport import credentials
 from torchx_monarch.transport.address import Address
 
@@ -104,6 +107,42 @@ def _attached(address: str, leaf: Mapping[str, str] | None = None) -> Attachment
     from torchx_monarch.client.attached_job import Attachment
 
     return Attachment(cast(Connection, _Link()), Address.parse(address, "test"), [], leaf)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "Ran out of input"),
+        (pickle.dumps("x" * 100)[:50], "pickle data was truncated"),
+        (pickle.dumps({}), "'dict' object has no attribute 'active'"),
+        (None, "it was saved by torchx-monarch 0.0.1, and this is "),
+    ],
+    ids=["empty", "truncated", "no job", "another version"],
+)
+def test_a_cached_job_that_cannot_be_loaded_is_removed(
+    content: bytes | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchx_monarch import MonarchJob, SPMDJob
+
+    cached, link = tmp_path / "state.pkl", tmp_path / "job_state.pkl"
+    link.symlink_to(cached)
+    for job in (SPMDJob("monarch_local://torchx/nosuch"), MonarchJob({"t": 1}, scheduler="nosuch")):
+        with monkeypatch.context() as patch:
+            patch.setattr("torchx_monarch.client.attached_job.__version__", "0.0.1")
+            cached.write_bytes(job.dumps() if content is None else content)
+        with (
+            pytest.warns(UserWarning, match=re.escape(f"{cached}: it cannot be loaded: {why}")),
+            pytest.raises((AllocationError, UserError)),  # of the job that is applied instead
+        ):
+            job.state(str(link))
+        assert link.is_symlink() and not cached.exists()
+
+
+def test_only_jobs_of_this_package_have_hosts_to_attach_to() -> None:
+    from torchx_monarch import SPMDJob
+
+    with pytest.raises(UserError, match="local_cwd is a scheduler of another package, .* are monarch_local, "):
+        SPMDJob.attach("local_cwd://torchx/x")
 
 
 def test_one_job_on_a_network_for_a_process() -> None:

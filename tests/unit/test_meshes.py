@@ -179,21 +179,25 @@ def test_what_its_command_says() -> None:
 
 
 def test_a_run_is_for_all_hosts_unless_it_says_otherwise() -> None:
-    command = run_command(["torchrun", "--nproc-per-node", "2", "x.py"], {}, 3, "r")
+    command = run_command(["torchrun", "--nproc-per-node", "2", "x.py"], {}, 3)
     assert (command.options.min_nodes, command.options.max_nodes) == (3, 3)
-    assert run_command(["torchrun", "x.py"], {}, 3, "r", nproc="4").options.nproc_per_node == "4"
+    assert run_command(["torchrun", "x.py"], {}, 3, nproc="4").options.nproc_per_node == "4"
     for words, nproc, why in (
-        (["torchrun", "--nnodes", "1", "x.py"], "", "--nnodes=1 does not agree"),
+        (
+            ["torchrun", "--nnodes", "1", "x.py"],
+            "",
+            "^torchrun option --nnodes=1 does not agree with the allocation's 3",
+        ),
         (["torchrun", "x.py"], "none", "nproc=none: use a number above 0"),
         (["python", "x.py"], "2", "is for torchrun commands"),
         (["torchrun", "--help"], "", "not a torchrun or Python command"),
     ):
         with pytest.raises(CommandError, match=why):
-            run_command(words, {}, 3, "r", nproc)
+            run_command(words, {}, 3, nproc)
 
 
 def test_another_program_keeps_the_options() -> None:
-    held = run_command(["torchrun", "--nproc-per-node", "2", "--tee", "3", "-m", "train"], {}, 1, "r")
+    held = run_command(["torchrun", "--nproc-per-node", "2", "--tee", "3", "-m", "train"], {}, 1)
     command = with_program(held, ["eval.py", "--lr", "1"])
     assert command.program == Program("script", "eval.py", ("--lr", "1")) and command.options == held.options
     assert with_program(held, ["-m", "eval", "-x"]).program == Program("module", "eval", ("-x",))

@@ -127,6 +127,28 @@ def test_invalid_options_are_reported_before_hosts_are_asked(
             call(**options)
 
 
+@pytest.mark.parametrize(
+    ("args", "kwargs", "wrong"),
+    [
+        (("monarch_slurm",), {}, "'monarch_slurm'"),
+        (("monarch_slurm", "/code", [{"entrypoint": "torchrun", "args": ["train.py"]}]), {}, "'monarch_slurm'"),
+        ((), {"scheduler": "monarch_slurm", "workspace": "/code"}, "scheduler"),
+        ((), {"original_roles": []}, "original_roles"),
+    ],
+)
+def test_the_arguments_of_monarchs_own_class_are_refused_at_once(
+    args: tuple[Any, ...], kwargs: dict[str, Any], wrong: str
+) -> None:
+    handle = "monarch_slurm://torchx/7"
+    with pytest.raises(TypeError, match=f"SPMDJob takes no {wrong}, .* Write SPMDJob.attach\\('{handle}'\\)"):
+        torchx_monarch.SPMDJob(handle, *args, **kwargs)
+
+
+def test_a_variable_of_a_monarch_job_has_a_value() -> None:
+    with pytest.raises(ValueError, match="env={'A': None}: give a text"):
+        torchx_monarch.MonarchJob({"trainers": 1}, env={"A": None})  # type: ignore[dict-item]
+
+
 # -- exceptions as users see them --------------------------------------------------------------------------------------
 
 

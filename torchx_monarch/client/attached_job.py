@@ -17,10 +17,12 @@ import shutil
 import socket
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from torchx_monarch import __version__
 from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.exceptions import ClientError, UnreachableError
@@ -32,7 +34,7 @@ from torchx_monarch.transport.address import Address
 
 monarch_api.prepare_import()
 
-from monarch.job import JobTrait  # noqa: E402
+from monarch.job import JobTrait, job_load  # noqa: E402
 
 if TYPE_CHECKING:
     from torchx.runner import Runner
@@ -72,9 +74,14 @@ class AttachedJob(JobTrait):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         # Sockets cannot be pickled, nor the runner.
-        state = {**self.__dict__, "_attachments": {}, "_attached_meshes": []}
+        state = {**self.__dict__, "_attachments": {}, "_attached_meshes": [], "version": __version__}
         state.pop("_runner", None)
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if (version := state.pop("version", "of an earlier version")) != __version__:
+            raise ValueError(f"it was saved by torchx-monarch {version}, and this is {__version__}")
+        self.__dict__.update(state)
 
     def kill(self) -> None:
         """End the job and remove its mounts.
@@ -107,6 +114,23 @@ class AttachedJob(JobTrait):  # type: ignore[misc]
             running_job._attach()
         meshes: dict[str, Any] = super()._connect_host_meshes(running_job)
         return meshes
+
+    def _load_cached(self, cached_path: str | None) -> JobTrait | None:
+        if cached_path is None:
+            return None
+        try:
+            cached = job_load(cached_path)
+            _ = cached.active  # which a job that another version of Monarch has saved may lack
+        except OSError:  # there is none, or it cannot be read
+            return super()._load_cached(cached_path)
+        except Exception as error:  # whatever the unpickling of something else raises
+            discard_cached_job(cached_path, f"it cannot be loaded: {error or type(error).__name__}")
+            return None
+        return super()._load_cached(cached_path) if self._may_use(cached) else None
+
+    def _may_use(self, cached: JobTrait) -> bool:
+        """Whether Monarch may use a cached job if it can run this one, and end it if it cannot."""
+        return True
 
     def _rebind_connection_inputs(self, spec: JobTrait) -> None:
         if isinstance(spec, AttachedJob):
@@ -187,6 +211,14 @@ class AttachedJob(JobTrait):  # type: ignore[misc]
             before.link.close()
         self._attachments[role] = attachment
         return attachment
+
+
+def discard_cached_job(path: str, why: str) -> None:
+    """Remove the cached state of a job, but no link to it, and warn of that."""
+    path = os.path.realpath(path)
+    warnings.warn(f"Removing the cached state of a job, {path}: {why}", stacklevel=3)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(path)
 
 
 # -- the connection to the hosts of a role -----------------------------------------------------------------------------

@@ -12,10 +12,10 @@ import os
 import socket
 import ssl
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from torchx_monarch.backends.core import state_files, stored_apps, torchx_api
+from torchx_monarch.backends.core import state_files, stored_apps
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.system.untrusted_text import one_line
 from torchx_monarch.transport import messages
@@ -53,7 +53,7 @@ class Target:
 
         Raises:
             UnreachableError: this machine cannot determine the address; the message says what is missing.
-            UserError: the app has no such role.
+            UserError: the app has no such role, or its scheduler is of another package.
         """
         from torchx.specs import parse_app_handle
 
@@ -65,7 +65,7 @@ class Target:
             is_full = address.startswith(("unix:", "tls:", "insecure-tcp:"))
             return cls(_parsed(address if is_full else f"{scheme}:{address}", "address"), role, credentials)
         if not addresses:
-            return cls(_on_this_machine(handle, app_id, role), role)
+            return cls(_on_this_machine(handle, app_id, role, runner), role)
         role = role or next(iter(addresses))
         _check_role(handle, role, addresses)
         there = _parsed(addresses[role], f"the address in {stored_apps.credentials(scheduler).path(app_id)}")
@@ -80,7 +80,7 @@ def _parsed(text: str, source: str) -> Address:
         raise UnreachableError(one_line(str(error)), final=True) from None
 
 
-def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
+def _on_this_machine(handle: str, app_id: str, role: str, runner: Runner | None) -> Address:
     from torchx_monarch.backends.local import request  # needed for apps of this machine alone
 
     try:
@@ -88,6 +88,8 @@ def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
     except state_files.DamagedFileError as error:
         raise UnreachableError(f"it is not known where the hosts of {app_id} listen: {error}") from None
     if app is None:
+        with _scheduler(handle, runner):  # raises for one of another package
+            pass
         raise UnreachableError(
             f"{handle} is not known in {state_files.state_dir()}: no app of this machine, and no certificate to reach "
             "one elsewhere. The command that submits a job stores it there",
@@ -110,16 +112,24 @@ def _host(handle: str, app_id: str, role: str, stored_host: str, runner: Runner 
     """Return the hostname of a role's replica 0: ``stored_host``, or if it starts with ``@`` the scheduler's answer."""
     if not stored_host.startswith("@"):
         return stored_host
+    with _scheduler(handle, runner) as scheduler:
+        host: str = scheduler.apps.address(app_id, role)
+    if not host:
+        raise UnreachableError(f"{handle}: its scheduler does not say yet where replica 0 of role {role!r} runs")
+    return host
+
+
+@contextlib.contextmanager
+def _scheduler(handle: str, runner: Runner | None) -> Iterator[MonarchScheduler]:
+    """Yield the scheduler of an app, of a runner or of a new one, which is closed afterwards."""
+    from torchx_monarch.schedulers.monarch import scheduler_of
+
     with contextlib.ExitStack() as stack:
         if runner is None:
             from torchx.runner import get_runner
 
             runner = stack.enter_context(get_runner())
-        scheduler: Any = torchx_api.scheduler_of(runner, handle.partition(":")[0])
-        host: str = scheduler.apps.address(app_id, role)
-    if not host:
-        raise UnreachableError(f"{handle}: its scheduler does not say yet where replica 0 of role {role!r} runs")
-    return host
+        yield scheduler_of(runner, handle.partition(":")[0])
 
 
 # -- the connection ----------------------------------------------------------------------------------------------------
@@ -287,3 +297,5 @@ def _context(target: Target) -> ssl.SSLContext:
 
 if TYPE_CHECKING:
     from torchx.runner import Runner
+
+    from torchx_monarch.schedulers.monarch import MonarchScheduler

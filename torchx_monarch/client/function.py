@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchx_monarch.client.run_options import RunOptions, merge_options
-from torchx_monarch.client.serve import serve
+from torchx_monarch.client.serve import command_app, submit
+from torchx_monarch.client.workspace_sync import current_workspace
 from torchx_monarch.exceptions import ResultError, SPMDError
 from torchx_monarch.function import MAX_CALL_BYTES, MODULE, Encoding
 from torchx_monarch.model.spelling import did_you_mean
@@ -87,10 +88,11 @@ def run(
     options = merge_options(options, {})
     encode_call(function, args, kwargs or {}, options)  # bad arguments are reported before hosts are taken
     words = ["--nnodes", str(nnodes), "--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
-    command = ["torchrun", *words, "-m", MODULE, _name(function)]
-    job = serve(
-        command, scheduler, scheduler_cfg, idle_timeout=_IDLE_TIMEOUT, start_timeout=start_timeout, runner=runner
-    )
+    app = command_app(["torchrun", *words, "-m", MODULE, _name(function)])
+    from torchx_monarch.client.job import SPMDJob  # imports Monarch
+
+    handle, runner = submit(app, scheduler, scheduler_cfg, _IDLE_TIMEOUT, runner=runner)
+    job = SPMDJob(handle, runner=runner, workspace=current_workspace(), start_timeout=start_timeout)
     try:
         values = job.run(function, *args, options=options, **(kwargs or {}))
     except BaseException:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.client.connection import Connection, Target, ask
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.system.termination import closed_terminal_is_null
@@ -147,10 +146,12 @@ class Hosts:
         """Return the names of the roles of the app that have hosts; that of this object first."""
         from torchx.specs import parse_app_handle
 
+        from torchx_monarch.schedulers.monarch import scheduler_of
+
         found: list[str] = []
         if not self._address:
             scheduler_name, _, app_id = parse_app_handle(self.handle)
-            app = torchx_api.scheduler_of(self.runner, scheduler_name).apps.read(app_id)
+            app = scheduler_of(self.runner, scheduler_name).apps.read(app_id)
             found = [role.spec.name for role in app[0].roles if role.spec.workload] if app is not None else []
         first = self._role or next(iter(found), "")
         return [first, *(name for name in found if name != first)]

@@ -23,7 +23,7 @@ from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.system.line_output import LineReader
 
 # After the base class, which prepares this import.
-from monarch.job import JobState, JobTrait, job_load  # isort: skip
+from monarch.job import JobState, JobTrait  # isort: skip
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -67,9 +67,11 @@ class SPMDJob(AttachedJob):
             hosts have.
         sync: when the hosts get a copy of the workspace; see ``client.workspace_sync.SyncMode``.
         start_timeout: seconds that a method waits for hosts that have not started; None for no limit.
+        **upstream: none: the constructor of ``monarch.job.spmd.SPMDJob`` has other arguments.
 
     Raises:
         ValueError: ``sync`` is not a value of ``client.workspace_sync.SyncMode``.
+        TypeError: an argument is one of ``monarch.job.spmd.SPMDJob``.
     """
 
     handle: str
@@ -83,7 +85,14 @@ class SPMDJob(AttachedJob):
         workspace: str | None = None,
         sync: SyncMode = "auto",
         start_timeout: float | None = START_TIMEOUT,
+        **upstream: object,
     ) -> None:
+        if upstream or role == handle.partition("://")[0]:
+            wrong = next(iter(upstream), "") or repr(role)
+            raise TypeError(
+                f"SPMDJob takes no {wrong}, as monarch.job.spmd.SPMDJob does: the handle names the scheduler, and the "
+                f"hosts know their command. Write SPMDJob.attach({handle!r})"
+            )
         check_when(sync)
         super().__init__(start_timeout)
         self.handle = handle
@@ -397,12 +406,8 @@ class SPMDJob(AttachedJob):
     def _kill(self) -> None:
         self._detach()
 
-    def _load_cached(self, cached_path: str | None) -> JobTrait | None:
-        with contextlib.suppress(FileNotFoundError):
-            cached = job_load(cached_path) if cached_path is not None else self
-            if not isinstance(cached, SPMDJob) or cached.handle != self.handle:
-                return None
-        return super()._load_cached(cached_path)
+    def _may_use(self, cached: JobTrait) -> bool:
+        return isinstance(cached, SPMDJob) and cached.handle == self.handle
 
     def _roles(self) -> list[str]:
         return self._role_hosts.roles()

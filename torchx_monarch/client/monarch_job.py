@@ -12,14 +12,14 @@ from collections.abc import Mapping
 
 from torchx.specs import AppDef, CfgVal
 
-from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.client import this_job
 from torchx_monarch.client.attached_job import CACHE, AttachedJob, Attachment
+from torchx_monarch.client.run_options import check_env
 from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
 from torchx_monarch.command.meshes import app_of_meshes, check_mesh_name, waiting
 from torchx_monarch.model.env_names import BATCH_JOB, THIS_JOB
 from torchx_monarch.monarch_adapter import monarch_api
-from torchx_monarch.schedulers.monarch import MonarchScheduler
+from torchx_monarch.schedulers.monarch import scheduler_of
 
 # After the base class, which prepares this import.
 from monarch.job import JobState, JobTrait  # isort: skip
@@ -54,7 +54,7 @@ class MonarchJob(AttachedJob):
         workspace: the workspace for ``torchx.runner.Runner.run``; None for no workspace.
 
     Raises:
-        ValueError: the name of a role cannot be an attribute of ``state()``.
+        ValueError: the name of a role cannot be an attribute of ``state()``, or a variable in ``env`` has no value.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class MonarchJob(AttachedJob):
         out_of_cluster: bool = False,
         workspace: str | None = None,
     ) -> None:
+        check_env(env)
         super().__init__(start_timeout, out_of_cluster)
         self._app = copy.deepcopy(appdef) if isinstance(appdef, AppDef) else app_of_meshes(appdef)
         for role in self._app.roles:
@@ -92,8 +93,7 @@ class MonarchJob(AttachedJob):
         if self._is_this_job():
             return
         runner = self._runner
-        if not isinstance(torchx_api.scheduler_of(runner, self._scheduler), MonarchScheduler):
-            raise ValueError(f"scheduler {self._scheduler!r} starts no Monarch hosts: use one of monarch_*")
+        scheduler_of(runner, self._scheduler)
         words = shlex.split(client_script or "")
         if client_script is not None:
             if not words:

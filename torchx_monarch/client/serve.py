@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchx_monarch.client.hosts import START_TIMEOUT
+from torchx_monarch.client.hosts import START_TIMEOUT, say
 from torchx_monarch.client.run_options import split_command
 from torchx_monarch.client.workspace_sync import SyncMode, check_when, current_workspace
 from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
@@ -24,6 +25,7 @@ def serve(
     scheduler: str = "monarch_local",
     scheduler_cfg: Mapping[str, Any] | None = None,
     *,
+    name: str = "",
     idle_timeout: float = IDLE_TIMEOUT,
     workspace: str | None = None,
     sync: SyncMode = "auto",
@@ -33,22 +35,23 @@ def serve(
 ) -> SPMDJob:
     """Request hosts that wait for runs, from any ``monarch_*`` scheduler.
 
-    Returns when the job is submitted, without waiting for the hosts to start::
+    Prints the handle on stderr when the job is submitted, and does not wait for the hosts to start::
 
         job = serve("torchrun --nnodes 2 --nproc-per-node 4 train.py", scheduler="monarch_slurm")
         job.run_spmd()
         job.run_spmd(["train.py", "--lr", "0.2"])
         job.release()
 
-    The parameters of ``monarch.job.spmd.serve`` have the same meaning here. The app itself is not changed: the function
-    submits a copy whose roles wait for runs instead of executing their commands. The command of a role becomes the
-    default command of its runs.
+    The parameters of ``monarch.job.spmd.serve`` have the same meaning here, and a cached ``.monarch/job_state.pkl`` of
+    an earlier job is removed, with a warning. The app itself is not changed: the function submits a copy whose roles
+    wait for runs instead of executing their commands. The command of a role becomes the default command of its runs.
 
     Args:
         appdef: an AppDef; or a torchrun or Python command, as a list of words or as a string that is split as a shell
             splits it. A torchrun command gets as many hosts as the maximum of its ``--nnodes``, a Python command one.
         scheduler: name of a ``monarch_*`` scheduler, such as ``monarch_local`` or ``monarch_slurm``.
         scheduler_cfg: run options of the scheduler; None for its defaults.
+        name: name of the app if ``appdef`` is a command; empty for ``spmd-job``.
         idle_timeout: seconds without a run after which the hosts end; 0 for never.
         workspace: folder with the code. The hosts start with it, as with ``torchx run --workspace``, and each run first
             sends its changes. None for the current folder if ``appdef`` is a command (then only runs send it; ``/`` and
@@ -63,52 +66,79 @@ def serve(
         The allocation, with which runs are started.
 
     Raises:
-        ValueError: ``appdef`` is not a torchrun or Python command, or an app without such a command; or ``scheduler``
-            is not one of this package; or ``sync`` has a value that does not exist.
-        TypeError: ``appdef`` is neither an AppDef, a string nor a list.
+        ValueError: an argument has an invalid value: ``appdef`` is not a torchrun or Python command, or an app without
+            such a command; ``scheduler`` is not one of this package; there is no such ``role`` or ``workspace``.
+        TypeError: ``appdef`` is neither an AppDef, a string nor a list, or ``scheduler_cfg`` no dict.
         UserError: the scheduler cannot run the app.
         BackendError: the scheduler cannot be reached, fails, or does not accept the app.
         torchx.specs.InvalidRunConfigException: a run option is unknown or has an invalid value.
     """
-    from torchx_monarch.backends.core.torchx_api import scheduler_of
-    from torchx_monarch.client.job import SPMDJob  # imports Monarch
-    from torchx_monarch.command.rewrite import hold
-    from torchx_monarch.schedulers import registered
-    from torchx_monarch.schedulers.monarch import MonarchScheduler
+    from torchx_monarch.client.attached_job import CACHE, discard_cached_job  # imports Monarch
+    from torchx_monarch.client.job import SPMDJob
 
     check_when(sync)
     is_command = isinstance(appdef, (str, list, tuple))
     code = workspace or (current_workspace() if is_command else None)
-    app = _app(split_command(appdef)) if is_command else appdef
+    if workspace and not os.path.isdir(os.path.expanduser(workspace)):
+        raise ValueError(f"workspace={workspace!r}: there is no such folder")
+    if name and not is_command:
+        raise ValueError(f"name={name!r} is for a command; that of an AppDef is its own")
+    app = command_app(appdef, name) if is_command else appdef
     if not hasattr(app, "roles"):
         raise TypeError(
             f"appdef={appdef!r}: give an AppDef, or a torchrun or Python command as a text or a list of words"
         )
+    handle, runner = submit(app, scheduler, scheduler_cfg, idle_timeout, workspace, role, runner)
+    if os.path.exists(CACHE):
+        discard_cached_job(CACHE, "it is of an earlier job")
+    return SPMDJob(handle, role, runner=runner, workspace=code, sync=sync, start_timeout=start_timeout)
+
+
+def command_app(command: str | Sequence[str], name: str = "") -> AppDef:
+    """Return an app with a torchrun or Python command as its one role."""
+    from torchx.specs import AppDef, Role
+
+    from torchx_monarch.command.command import check, parse
+
+    words = split_command(command)
+    parsed = parse(words)
+    if parsed is None:
+        advice = f". For a script: python {shlex.join(words)}" if words and words[0].endswith(".py") else ""
+        raise ValueError(f"not a torchrun or Python command: {words!r}{advice}")
+    replicas = parsed.options.max_nodes if parsed.kind == "torchrun" else 1
+    check(parsed, replicas=replicas)
+    role = Role("trainer", image="", entrypoint=words[0], args=words[1:], num_replicas=replicas)
+    return AppDef(name or "spmd-job", [role])
+
+
+def submit(
+    app: AppDef,
+    scheduler: str,
+    scheduler_cfg: Mapping[str, Any] | None,
+    idle_timeout: float,
+    workspace: str | None = None,
+    role: str = "",
+    runner: Runner | None = None,
+) -> tuple[str, Runner]:
+    """Submit an app such that its hosts wait for runs; return its handle, and the runner that has submitted it.
+
+    Raises as ``serve`` does.
+    """
+    from torchx_monarch.command.rank_command import rank_command
+    from torchx_monarch.command.rewrite import hold
+    from torchx_monarch.schedulers.monarch import scheduler_of
+
     if runner is None:
         from torchx.runner import get_runner
 
         runner = get_runner()
-    if not isinstance(scheduler_of(runner, scheduler), MonarchScheduler):
-        raise ValueError(
-            f"scheduler={scheduler!r} does not hold hosts; those that do include {', '.join(registered())}"
-        )
-    held = hold(app, idle_timeout)
+    scheduler_of(runner, scheduler)
     if not isinstance(scheduler_cfg or {}, Mapping):
         raise TypeError(f"scheduler_cfg={scheduler_cfg!r}: give a dict of run options, such as {{'grace': 10}}")
-    info = runner.dryrun(held, scheduler, dict(scheduler_cfg or {}), workspace=workspace)
-    handle = runner.schedule(info)
-    return SPMDJob(handle, role, runner=runner, workspace=code, sync=sync, start_timeout=start_timeout)
-
-
-def _app(command: list[str]) -> AppDef:
-    from torchx.specs import AppDef, Role
-
-    from torchx_monarch.command.command import parse
-
-    parsed = parse(command)
-    if parsed is None:
-        advice = f". For a script: python {shlex.join(command)}" if command and command[0].endswith(".py") else ""
-        raise ValueError(f"not a torchrun or Python command: {command!r}{advice}")
-    replicas = parsed.options.max_nodes if parsed.kind == "torchrun" else 1
-    role = Role("trainer", image="", entrypoint=command[0], args=command[1:], num_replicas=replicas)
-    return AppDef("spmd-job", [role])
+    held = hold(app, idle_timeout)
+    names = [held_role.name for held_role in held.roles if rank_command(held_role) is not None]
+    if role and role not in names:
+        raise ValueError(f"role={role!r}: the roles of app {app.name!r} with hosts for runs are {', '.join(names)}")
+    handle: str = runner.schedule(runner.dryrun(held, scheduler, dict(scheduler_cfg or {}), workspace=workspace))
+    say(f"launched {handle}")
+    return handle, runner

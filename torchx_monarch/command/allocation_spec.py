@@ -63,21 +63,28 @@ class AllocationSpec:
         except CommandError as error:
             raise CommandError(f"role {role!r}: torchx_monarch.hosts: {error}") from None
         words = tuple(args[end + 1 :])
-        inner = run_command(words, env, replicas, role) if words else None
+        inner = run_command(words, env, replicas, role=role) if words else None
         own = "1" if inner is None or inner.kind != "torchrun" else inner.options.nproc_per_node
         return cls(options.idle_timeout, options.nproc or own, words, inner, options.end_with_mesh)
 
 
-def run_command(words: Sequence[str], env: Mapping[str, str], replicas: int, role: str, nproc: str = "") -> Command:
-    """Parse the command of a run, by default on all hosts of the allocation; ``nproc`` replaces its own if given."""
+def run_command(
+    words: Sequence[str], env: Mapping[str, str], replicas: int, nproc: str = "", role: str = ""
+) -> Command:
+    """Parse the command of a run, by default on all hosts of the allocation.
+
+    Args:
+        nproc: replaces the command's own number of processes; empty to keep it.
+        role: name of the role in messages; empty for none.
+    """
     command = parse(words, {"PET_NNODES": str(replicas), **env})
     if command is None or command.kind == "hosts":
-        raise CommandError(f"role {role!r}: not a torchrun or Python command: {' '.join(words)!r}")
+        raise CommandError(f"{f'role {role!r}: ' if role else ''}not a torchrun or Python command: {' '.join(words)!r}")
     if nproc:
         if not is_process_count(nproc):
-            raise CommandError(f"role {role!r}: nproc={nproc}: use a number above 0, or one of auto, gpu, cpu, xpu")
+            raise CommandError(f"nproc={nproc}: use a number above 0, or one of auto, gpu, cpu, xpu")
         if command.kind != "torchrun":
-            raise CommandError(f"role {role!r}: nproc={nproc} is for torchrun commands, and this is one of Python")
+            raise CommandError(f"nproc={nproc} is for torchrun commands, and this is one of Python")
         command = dataclasses.replace(command, options=dataclasses.replace(command.options, nproc_per_node=nproc))
     check(command, replicas=replicas, role=role)
     return command

@@ -202,30 +202,36 @@ def _script(interpreter: tuple[str, ...], words: Sequence[str]) -> tuple[tuple[s
     return interpreter, Program("script", words[0], tuple(words[1:]))
 
 
-def check(command: Command, *, replicas: int, role: str) -> None:
+def check(command: Command, *, replicas: int, role: str = "") -> None:
     """Check that a command can run on its role, whose replicas are torchrun's nodes, before the job is submitted.
 
     Skips options whose value contains an unexpanded shell expression; the host checks them.
+
+    Args:
+        role: name of the role; empty for a run on the hosts of an allocation, whose user may have named no role.
     """
     if command.kind == "torchrun":
-        reason = _contradiction(command.options, replicas) or _unsupported(command.options)
+        reason = _contradiction(command.options, replicas, not role) or _unsupported(command.options)
         if reason is not None:
-            raise CommandError(f"role {role!r}: {reason}")
+            raise CommandError(f"role {role!r}: {reason}" if role else reason)
 
 
-def _contradiction(options: TorchrunOptions, replicas: int) -> str | None:
+def _contradiction(options: TorchrunOptions, replicas: int, is_run: bool) -> str | None:
+    owner, hosts = "role", f"{replicas} replicas"
+    if is_run:
+        owner, hosts = "allocation", f"{replicas} host{'s' * (replicas > 1)}"
     if options.no_python and options.module and not options.run_path:
         return "torchrun options --no-python and --module contradict each other. Leave one out."
     if options.standalone and replicas > 1:
         return (
-            f"torchrun option --standalone is for one node, but the role has {replicas} replicas. "
+            f"torchrun option --standalone is for one node, but the {owner} has {hosts}. "
             f"Leave it out and use --nnodes={replicas}."
         )
     if "nnodes" not in options.unexpanded and not options.min_nodes <= replicas <= options.max_nodes:
         given = ":".join(map(str, dict.fromkeys(options.nnodes)))
         return (
-            f"torchrun option --nnodes={given} does not agree with the role's {replicas} replicas. "
-            f"Use --nnodes={replicas}, or change the replicas of the role."
+            f"torchrun option --nnodes={given} does not agree with the {owner}'s {hosts}. Use --nnodes={replicas}, or "
+            f"{'take other hosts' if is_run else 'change the replicas of the role'}."
         )
     if "rdzv_endpoint" not in options.unexpanded:
         try:

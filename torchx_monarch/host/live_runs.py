@@ -149,17 +149,17 @@ class LiveRuns(Workload):
         return self._code
 
     def _command_of(self, request: RunRequest, cwd: str, environ: Mapping[str, str]) -> Command:
-        spec, sizes = self._allocation_spec, (self._host.options.world, self._host.options.role)
+        spec, replicas = self._allocation_spec, self._host.options.world
         if not os.path.isdir(cwd):
             raise CommandError(f"there is no folder {cwd} to run in")
         if request.program:
-            held = run_command(spec.words, environ, *sizes, request.nproc) if spec.words else None
+            held = run_command(spec.words, environ, replicas, request.nproc) if spec.words else None
             command = with_program(held, request.program)
             if held is None:
                 own = request.nproc or (spec.nproc if spec.nproc != "0" else "1")
                 command = dataclasses.replace(command, options=dataclasses.replace(DEFAULTS, nproc_per_node=own))
         else:
-            command = run_command(list(request.command or spec.words), environ, *sizes, request.nproc)
+            command = run_command(request.command or spec.words, environ, replicas, request.nproc)
         target = command.program_of(0).target
         hint = f". For the program: torchrun --no-python {target} …" if shutil.which(target) else ""
         check_script(command, cwd, hint)

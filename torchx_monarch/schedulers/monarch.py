@@ -8,14 +8,15 @@ import logging
 import secrets
 from collections.abc import Iterable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchx.schedulers import get_scheduler_factories
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, InvalidRunConfigException, Role, runopts
+from torchx.specs.api import UnknownSchedulerException
 from torchx.workspace import WorkspaceMixin
 
-from torchx_monarch.backends.core import stored_apps
+from torchx_monarch.backends.core import stored_apps, torchx_api
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.backend import Backend
 from torchx_monarch.backends.core.errors import BackendError, SubmitError, UserError
@@ -43,6 +44,9 @@ from torchx_monarch.schedulers.log_display import LogDisplay
 from torchx_monarch.schedulers.run_options import CheckedRunopts
 from torchx_monarch.system.error_files import write_for_caller
 from torchx_monarch.system.processes import raise_file_limit
+
+if TYPE_CHECKING:
+    from torchx.runner import Runner
 
 Cfg = Mapping[str, CfgVal]
 
@@ -325,9 +329,23 @@ def registered_scheduler(name: str) -> MonarchScheduler:
     factories = get_scheduler_factories()
     if name not in factories:
         raise UserError(no_scheduler(name))
-    scheduler = factories[name]("torchx")
+    return _own(factories[name]("torchx"), name)
+
+
+def scheduler_of(runner: Runner, name: str) -> MonarchScheduler:
+    """Return the scheduler of this package that a runner uses; raise as ``registered_scheduler`` does."""
+    try:
+        return _own(torchx_api.scheduler_of(runner, name), name)
+    except UnknownSchedulerException:
+        raise UserError(no_scheduler(name)) from None
+
+
+def _own(scheduler: Scheduler[Any], name: str) -> MonarchScheduler:
     if not isinstance(scheduler, MonarchScheduler):
-        raise UserError(f"{name} is a scheduler of another package; those of torchx-monarch are {', '.join(NAMES)}")
+        raise UserError(
+            f"{name} is a scheduler of another package, whose jobs have no hosts of torchx-monarch; the schedulers of "
+            f"torchx-monarch are {', '.join(NAMES)}"
+        )
     return scheduler
 
 
