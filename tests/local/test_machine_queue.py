@@ -9,7 +9,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -89,26 +88,61 @@ def test_jobs_get_devices_in_their_order(driver: Path, apps: Detached) -> None:
 
 def test_no_job_removes_a_ticket_that_is_being_made(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONARCH_SLOTS", "2")
-    first, readers, flock = MachineQueue(Ticket("b", slots=2), 2), list[threading.Thread](), fcntl.flock
+    first, flock = MachineQueue(Ticket("b", slots=2), 2), fcntl.flock
+    seen = list[str]()
 
-    def read_before_locking(file: int, operation: int) -> None:
-        if not readers and "-a-" in os.readlink(f"/proc/self/fd/{file}"):
-            readers.append(threading.Thread(target=first.take))
-            readers[0].start()
-            until(lambda: not readers[0].is_alive() or is_waiting.is_set(), "the other job's look at the queue")
-        try:
-            flock(file, operation | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_waiting.set()
-            flock(file, operation)
+    def look_before_locking(file: int, operation: int) -> None:
+        if not seen and "-a-" in os.readlink(f"/proc/self/fd/{file}"):
+            seen.append("")
+            seen[0] = first.take()
+            first.ticket.holds = False
+            first._write()
+        flock(file, operation)
 
-    is_waiting = threading.Event()
-    monkeypatch.setattr(fcntl, "flock", read_before_locking)
+    monkeypatch.setattr(fcntl, "flock", look_before_locking)
     second = MachineQueue(Ticket("a", slots=2), 1)
-    readers[0].join()
+    assert seen == [""]
     assert os.path.exists(second._path)
     assert "behind a" in first.take() and second.take() == ""
     assert first.take() == "waits for 2 slots, 0 are free: a has 2 slots"
+
+
+_HOLDS_LOCK = """
+import fcntl, os, sys, time
+lock = os.open(sys.argv[1], os.O_RDONLY)
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_job_says_which_stopped_process_holds_the_queue(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_SLOTS", "2")
+    queue = MachineQueue(Ticket("a", slots=1), 1)
+    command = [sys.executable, "-c", _HOLDS_LOCK, os.path.dirname(queue._path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+            expected = f"waits for 1 slot: process {holder.pid} holds the lock of the queue"
+            assert queue.take() == expected
+            holder.send_signal(signal.SIGSTOP)
+            until(lambda: psutil.Process(holder.pid).status() == psutil.STATUS_STOPPED, "the stop")
+            assert queue.take() == f"{expected}, which is stopped: kill -CONT {holder.pid}"
+            # A job that is submitted meanwhile waits, and its submission returns.
+            handle = apps.run(sh("true"), slots=1)
+            until(lambda: f"process {holder.pid} holds the lock" in apps.status(handle).msg, "the reason")
+        finally:
+            holder.kill()
+    queue.close()
+    apps.wait(handle)
+
+
+@pytest.mark.parametrize("text", ["[" * 50_000, "{", '{"app_id": 1}'])
+def test_a_damaged_ticket_is_no_job(text: str, apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_SLOTS", "1")
+    damaged, queue = MachineQueue(Ticket("a", slots=1), 1), MachineQueue(Ticket("b", slots=1), 2)
+    Path(damaged._path).write_text(text)
+    assert queue.take() == ""
 
 
 def test_a_number_of_slots_that_is_none_is_refused(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,17 +13,22 @@ import fcntl
 import json
 import os
 import subprocess
+import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import gpus
 from torchx_monarch.model import codec
-from torchx_monarch.system import safe_files
+from torchx_monarch.system import process_status, safe_files
 from torchx_monarch.system.untrusted_text import one_line
 
 POLL = 0.5
 """Seconds between two looks at the queue."""
+
+_LOCK_TIMEOUT = 2.0
+"""Seconds for which a job tries to lock the queue before it says who holds the lock: supervisors hold it for
+milliseconds, unless they are stopped."""
 
 _SLOTS = "MONARCH_SLOTS"
 
@@ -70,14 +75,21 @@ class MachineQueue:
         self._devices = gpus.devices(os.environ) if ticket.gpus else []
         self._folder = os.path.join(state_files.make_folder("queue"), os.uname().nodename)
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
-        self._path = os.path.join(self._folder, f"{submitted:017.6f}-{ticket.app_id}-{os.getpid()}")
-        with self._exclusive():  # else another job might remove the ticket before it is locked
-            self._file = safe_files.open_file(self._path, os.O_RDWR | os.O_CREAT)
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-            self._write()
+        name = f"{submitted:017.6f}-{ticket.app_id}-{os.getpid()}"
+        self._path, hidden = os.path.join(self._folder, name), os.path.join(self._folder, f".{name}")
+        self._file = safe_files.open_file(hidden, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._write()
+        os.rename(hidden, self._path)  # other jobs remove a ticket that they see and that is not locked
 
     def take(self) -> str:
         """Take what the job asks for if its turn has come; return what it waits for, empty if it has it."""
+        try:
+            return self._take()
+        except TimeoutError as error:
+            return f"waits for {self.ticket.what}: {error}"
+
+    def _take(self) -> str:
         busy = set[str]()
         if self.ticket.gpus:
             with self._exclusive():
@@ -129,7 +141,15 @@ class MachineQueue:
     def _exclusive(self) -> Iterator[None]:
         lock = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # a supervisor holds it for milliseconds
+            deadline = time.monotonic() + _LOCK_TIMEOUT
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(_describe_holder(lock)) from None
+                    time.sleep(0.01)
             yield
         finally:
             os.close(lock)
@@ -137,7 +157,7 @@ class MachineQueue:
     def _others(self) -> tuple[list[Ticket], list[Ticket]]:
         """Return the tickets of earlier jobs, and of all other jobs; remove those whose supervisor has ended."""
         earlier, others = list[Ticket](), list[Ticket]()
-        for name in sorted(os.listdir(self._folder)):
+        for name in sorted(name for name in os.listdir(self._folder) if not name.startswith(".")):
             path = os.path.join(self._folder, name)
             if path != self._path and (ticket := _read(path)) is not None:
                 others.append(ticket)
@@ -147,7 +167,7 @@ class MachineQueue:
 
 
 def _read(path: str) -> Ticket | None:
-    """Return the ticket in a file; None if nobody holds it, and remove it then."""
+    """Return the ticket in a file; None if its text is damaged, or nobody holds it, which removes it."""
     try:
         file = safe_files.open_file(path, os.O_RDWR)
     except OSError:
@@ -155,7 +175,7 @@ def _read(path: str) -> Ticket | None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):  # the latter for text that nests deeply
             return codec.decode(Ticket, json.loads(os.pread(file, 1 << 16, 0)))
         return None
     else:
@@ -164,6 +184,19 @@ def _read(path: str) -> Ticket | None:
         return None
     finally:
         os.close(file)
+
+
+def _describe_holder(lock: int) -> str:
+    """Describe the process that holds the lock of an open file, by the kernel's table of locks."""
+    opened = os.fstat(lock)
+    file = f"{os.major(opened.st_dev):02x}:{os.minor(opened.st_dev):02x}:{opened.st_ino}"
+    with open("/proc/locks") as table:
+        holders = [int(fields[4]) for line in table if file in (fields := line.split()) and fields[1] == "FLOCK"]
+    if not holders:  # it has just let go, or runs in another PID namespace or on another machine
+        return "another process holds the lock of the queue"
+    state = process_status.status(holders[0])
+    stopped = f", which is stopped: kill -CONT {holders[0]}" if state is not None and state.state in "Tt" else ""
+    return f"process {holders[0]} holds the lock of the queue{stopped}"
 
 
 def _busy_elsewhere() -> set[str]:
