@@ -6,8 +6,6 @@ Monarch mesh. TorchX lints and lists every function defined here, so helpers liv
 reads annotations as they are, so they are not postponed and use ``Optional``, ``Dict`` and ``List``.
 """
 
-import inspect
-import logging
 from typing import Dict, List, Optional
 
 import torchx
@@ -17,8 +15,6 @@ from torchx_monarch.command import meshes as actor_meshes
 from torchx_monarch.command import spmd as plan
 from torchx_monarch.command.command import HOSTS_MODULE
 from torchx_monarch.model.role_spec import METADATA_KEY, MIN_GROUPS
-
-_log = logging.getLogger("torchx_monarch")
 
 
 def spmd(
@@ -41,20 +37,21 @@ def spmd(
     max_retries: int = 0,
     tee: str = "3",
     log_dir: Optional[str] = None,
+    torchrun: str = "",
     debug: bool = False,
 ) -> specs.AppDef:
     """Run a torchrun program, one process per rank: ``monarch.spmd --nproc 4 train.py --lr 0.1``.
 
-    Options come before the script or module; everything after it belongs to it. torchrun's spellings of the options
-    (--nproc-per-node, --max-restarts) are accepted. Where dist.torchrun has an option of the same name, it means the
-    same.
+    Options come before the script or module; everything after it belongs to it. torchrun's options can be typed as they
+    are, such as --nproc-per-node 4 --master-port 29500. Where dist.torchrun has an option of the same name, it means
+    the same.
 
     Args:
         script_args: the script and its arguments (only arguments when -m or --script names the program)
         m: module to run instead of a script, as `python -m` does
         script: script to run (default: the first argument that is not an option)
-        nproc: processes per node: a number, or auto, gpu, cpu, xpu (default: 2)
-        nnodes: number of nodes (default: 1)
+        nproc: processes per node: a number, or auto, gpu, cpu, xpu (default: that of -j, or 2)
+        nnodes: number of nodes (default: that of -j, or 1)
         j: nodes and processes per node, [NNODES[+SPARES]x]NPROC; with -h a bare number is nodes, one process per GPU
         name: {experiment}/{run}, {experiment}/, /{run} or {run} (default run: the program's name)
         image: container image, or directory, in which the job runs
@@ -69,21 +66,14 @@ def spmd(
         max_retries: how often the scheduler may restart a failed job
         tee: streams shown and also written to files: 0 none, 1 stdout, 2 stderr, 3 both; or LOCAL_RANK:STREAMS,...
         log_dir: directory on the nodes for the log files of each rank
+        torchrun: further options of torchrun ('--redirects 3 --master-port 29500')
         debug: set the environment variables for debug output of CUDA, NCCL and torch.distributed
     """
-    launch = plan.Launch.parse(script_args, m, script)
+    launch = plan.Launch.parse(spmd, script_args, m, script)
     resource = plan.resource(h, cpu, gpu, memMB)
     shape = plan.Shape.parse(j, nnodes, nproc, h)
     plan.require_counts(max_restarts=max_restarts, max_retries=max_retries)
     run_name, tracking = launch.names(name)
-
-    misplaced_options = plan.misplaced_options(launch.args, inspect.signature(spmd).parameters)
-    if misplaced_options:
-        _log.warning(
-            "%s after %s: passed to it as its own. Options of monarch.spmd come before the program.",
-            ", ".join(misplaced_options),
-            launch.target,
-        )
 
     role_env = {**(env or {}), **tracking}
     if debug:
@@ -97,7 +87,7 @@ def spmd(
                 image=image,
                 min_replicas=shape.min_replicas,
                 entrypoint="torchrun",
-                args=launch.torchrun_args(launch.role, shape, tee, max_restarts, log_dir),
+                args=launch.torchrun_args(launch.role, shape, tee, max_restarts, log_dir, torchrun),
                 env=role_env,
                 num_replicas=shape.replicas,
                 max_retries=max_retries,
@@ -161,7 +151,7 @@ def ft(
         tee: streams shown and also written to files: 0 none, 1 stdout, 2 stderr, 3 both; or LOCAL_RANK:STREAMS,...
         log_dir: directory on the nodes for the log files of each rank
     """
-    launch = plan.Launch.parse(script_args, m, script)
+    launch = plan.Launch.parse(ft, script_args, m, script)
     resource = plan.resource(h, cpu, gpu, memMB)
     count, shape = plan.groups(j, group_hosts, min_groups, h)
     plan.require_counts(max_restarts=max_restarts, max_retries=max_retries)
@@ -288,7 +278,7 @@ def controller(
         mounts: mounts (type=bind,src=/host,dst=/job[,readonly])
         max_retries: how often the scheduler may restart a failed job
     """
-    launch = plan.Launch.parse(script_args, m, script)
+    launch = plan.Launch.parse(controller, script_args, m, script)
     resource = plan.resource(h, cpu, gpu, memMB)
     plan.require_counts(max_retries=max_retries)
     run_name, tracking = launch.names(name)

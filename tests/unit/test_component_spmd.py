@@ -27,7 +27,7 @@ from torchx_monarch.command.component_arguments import (
     unprotected,
 )
 from torchx_monarch.command.spmd import Launch, app_name
-from torchx_monarch.command.torchrun_options import OPTIONS
+from torchx_monarch.command.torchrun_options import OPTIONS, Option
 from torchx_monarch.components import controller, ft, hosts, spmd
 from torchx_monarch.model.role_spec import is_sidecar
 
@@ -88,7 +88,6 @@ def test_a_plain_torchrun() -> None:
         *((f"{text} t.py", 1, ["1", "4"]) for text in ("--nproc-per-node 4", "--nproc_per_node=4", "-j1x4", "-j=1x4")),
         ("-j 2x4 t.py", 2, ["2", "4"]),
         ("-j 1:2x4 t.py", 2, ["1:2", "4"]),
-        ("-j 2x4 --nproc 4 --nnodes 2 t.py", 2, ["2", "4"]),
         ("-h aws_p4d.24xlarge -j 2 t.py", 2, ["2", "8"]),
         ("-h aws_t3.medium -j 2x2 t.py", 2, ["2", "2"]),
     ],
@@ -173,15 +172,13 @@ def test_the_remaining_options_in_the_spellings_of_torchrun() -> None:
         ("", ["No program to run", "train.py", "-m"]),
         ("-- --lr 1", ["--lr stands where the script is expected"]),
         ("-m a --script b.py", ["-m a and --script b.py contradict"]),
-        ("-j 2x4 --nproc 2 t.py", ["--nproc 2 contradicts -j 2x4, which means --nproc 4"]),
-        ("-j 2x4 --nnodes 1 t.py", ["--nnodes 1 contradicts -j 2x4, which means --nnodes 2"]),
         ("-j 2y4 t.py", ["-j 2y4", "usage example"]),
         ("-j 0x2 t.py", ["--nnodes 0", "above 0"]),
         ("--nproc 0 t.py", ["--nproc 0", "auto, gpu, cpu, xpu"]),
         ("--nproc tpu t.py", ["--nproc tpu", "auto, gpu, cpu, xpu"]),
         ("--nnodes x t.py", ["--nnodes x", "MIN:MAX"]),
         ("--nnodes 3:2 t.py", ["--nnodes 3:2", "MIN:MAX"]),
-        ("--tee 7 t.py", ["--tee 7", "stdout"]),
+        ("--tee 7 t.py", ["--tee=7", "stdout"]),
         ("--max_restarts -1 t.py", ["--max_restarts -1", "0 or more"]),
         ("--max_retries -1 t.py", ["--max_retries -1", "0 or more"]),
         ("-h gpu.smal t.py", ["-h gpu.smal", "gpu.small"]),
@@ -189,6 +186,8 @@ def test_the_remaining_options_in_the_spellings_of_torchrun() -> None:
         ("--mounts src=/a,dst=/b t.py", ["--mounts", "type must be specified first"]),
         ("--mounts type=disk,src=/a,dst=/b t.py", ["--mounts", "invalid mount type"]),
         ("--mounts type=bind,src=/a t.py", ["--mounts", "dst"]),
+        ("--torchrun=--bogus t.py", ["torchrun has no option --bogus"]),
+        ("--torchrun=other.py t.py", ["--torchrun 'other.py': give options of torchrun alone"]),
     ],
 )
 def test_a_mistake_is_answered_without_a_traceback(text: str, parts: Sequence[str]) -> None:
@@ -203,6 +202,7 @@ def test_a_mistake_is_answered_without_a_traceback(text: str, parts: Sequence[st
         ("train.py --nproc 4", "--nproc after train.py"),
         ("train.py --nproc=4 -j 2x2 --lr 1", "--nproc, -j after train.py"),
         ("-m pkg.mod x --nnodes 2", "--nnodes after pkg.mod"),
+        ("train.py --nproc-per-node 4 --wait", "--nproc-per-node, --wait after train.py"),
     ],
 )
 def test_a_component_option_after_the_script_is_warned_about(
@@ -308,13 +308,41 @@ def test_the_program_ends_the_options(text: str, expected: Program) -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
-def test_every_option_of_torchrun_is_accepted_or_named(option: object) -> None:
-    for flag in option.flags:  # type: ignore[attr-defined]
-        try:
-            parsed([f"{flag}=1", "t.py"])
-        except ComponentArgumentError as error:
-            said = str(error)
-            assert flag in said and any(words in said for words in ("--env PET_", "leave ", "utils.sh torchrun")), said
+def test_every_option_of_torchrun_can_be_typed(option: Option) -> None:
+    values = {"rdzv_backend": "c10d", "rdzv_conf": "timeout=1", "signals_to_handle": "SIGTERM", "module": "t.py"}
+    value = values.get(option.dest, option.choices[0] if option.choices else "1")
+    for flag in option.flags:
+        words = [flag, value] if option.type is not bool or option.dest == "module" else [flag]
+        role = materialize_appdef(spmd, parsed([*words, "t.py"]).words).roles[0]
+        command = parse([role.entrypoint, *role.args])
+        assert command is not None and command.program.target == "t.py"
+        set_value = getattr(command.options, option.dest)
+        assert set_value == (True if option.type is bool else option.convert(value, flag))
+
+
+def test_further_options_of_torchrun() -> None:
+    typed = role_of("--master-port 2999 --torchrun=--redirects=0:3 --no-python t.py --master-port 1").args
+    assert typed[8:] == ["--redirects=0:3", "--master-port=2999", "--no-python", "t.py", "--master-port", "1"]
+    assert spmd("t.py", torchrun="--log-line-prefix-template 'a b'").roles[0].args[8:10] == [
+        "--log-line-prefix-template",
+        "a b",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("configured", "text", "begins"),
+    [
+        ({"nproc": "3"}, "-j 1x2 t.py", "--nnodes 1 --nproc-per-node 2 "),
+        ({"nnodes": "4"}, "-j 1x2 t.py", "--nnodes 1 --nproc-per-node 2 "),
+        ({"j": "2x8"}, "--nproc 3 t.py", "--nnodes 2 --nproc-per-node 3 "),
+        ({"j": "2x8", "nproc": "1"}, "--nnodes 4 t.py", "--nnodes 4 --nproc-per-node 1 "),
+        ({"script": "a.py"}, "-m pkg", "--nnodes 1 --nproc-per-node 2 --role pkg --tee 3 -m pkg"),
+        ({"m": "pkg"}, "--script a.py", "--nnodes 1 --nproc-per-node 2 --role a --tee 3 a.py"),
+    ],
+)
+def test_what_is_typed_counts_and_not_what_is_configured(configured: dict[str, str], text: str, begins: str) -> None:
+    (role,) = materialize_appdef(spmd, parsed(text.split()).words, configured).roles
+    assert " ".join(role.args).startswith(begins)
 
 
 @pytest.mark.parametrize(
@@ -324,9 +352,9 @@ def test_every_option_of_torchrun_is_accepted_or_named(option: object) -> None:
         ("--lr 0.1 t.py", "has no option --lr. Options of the program come after it."),
         ("-n 4 t.py", "has no option -n."),
         ("--max 3 t.py", "--max may mean --max_restarts or --max_retries"),
-        ("--standalone t.py", "leave --standalone out: the hosts of each job find each other"),
-        ("--rdzv-backend c10d t.py", "leave --rdzv-backend out: the hosts of the job find each other"),
-        ("--role trainer t.py", "leave --role out: the role is named after the program"),
+        ("--master-prot 1 t.py", "has no option --master-prot. Did you mean --master-port?"),
+        ("--master-port", "--master-port needs a value."),
+        ("-j 2x4 --nproc 4 t.py", "-j says what --nproc says: give one of them."),
         ("-cfg grace=1 t.py", "-cfg is an option of `torchx run`"),
         ("--nproc", "--nproc needs a value."),
         ("--nproc --nnodes 2 t.py", "type --nproc=--nnodes"),

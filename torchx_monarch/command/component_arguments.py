@@ -2,20 +2,21 @@
 """Parse what a person types after the name of a component, before TorchX does.
 
 TorchX's parser looks for options in the whole line, so ``-m package.train --name run`` gives ``--name`` to the
-component. This one ends the options at the program, as torchrun and Python do, accepts torchrun's spellings, and says
-what to type instead of an option that does not exist. TorchX's then gets words that it understands as this one did.
+component. This one ends the options at the program, as torchrun and Python do, takes torchrun's options, and says what
+to type instead of an option that does not exist. TorchX's then gets words that it understands as this one did.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_origin
 
 from torchx.util.types import decode_optional, to_dict
 
-from torchx_monarch.command.torchrun_options import OPTIONS, Option
+from torchx_monarch.command.torchrun_options import OPTIONS
 from torchx_monarch.model.spelling import did_you_mean
 
 _PROTECTION = "\0"
@@ -24,19 +25,29 @@ _PROTECTION = "\0"
 _PROGRAMS = frozenset(("m", "script"))
 """The options whose value is the program, after which all words are the program's."""
 
-_OF_RUN = frozenset(
-    (
-        *("-s", "--scheduler", "-cfg", "--scheduler_args", "--dryrun", "--wait", "--log", "--tee_logs", "--json"),
-        *("--workspace", "--parent_run_id"),
-    )
+RUN_OPTIONS = (
+    "-s",
+    "--scheduler",
+    "-cfg",
+    "--scheduler_args",
+    "--dryrun",
+    "--wait",
+    "--log",
+    "--tee_logs",
+    "--json",
+    "--workspace",
+    "--parent_run_id",
 )
 """Options of ``torchx run`` itself."""
 
 _TORCHRUN_NAMES = {"nproc_per_node": "nproc", "module": "m", "t": "tee"}
 """torchrun's options that components name differently; ``-`` within a name counts as ``_``."""
 
-_BY_J = ("nproc_per_node", "nnodes")
-"""torchrun's options of which ``-j NNODESxNPROC`` takes the place in a component that has no others for it."""
+_TORCHRUN = "torchrun"
+"""The parameter of a component that takes torchrun's further options, as they are typed."""
+
+_REPLACED = {"j": ("nproc", "nnodes"), "m": ("script",), "script": ("m",)}
+"""Options whose defaults, which a .torchxconfig can set, do not count beside a typed option."""
 
 
 class ComponentArgumentError(ValueError):
@@ -50,10 +61,12 @@ class ComponentArguments:
     Attributes:
         options: the values of the options that are given, by the names of the component's parameters.
         program: the remaining words as typed: the program's arguments, after the script if no option names the program.
+        replaced: the options whose defaults do not count.
     """
 
     options: Mapping[str, str]
     program: tuple[str, ...]
+    replaced: tuple[str, ...] = ()
 
     @property
     def script(self) -> str:
@@ -65,13 +78,20 @@ class ComponentArguments:
     @property
     def words(self) -> list[str]:
         """The arguments in a form that TorchX parses with the same meaning."""
-        options = (f"--{name}={value}" for name, value in self.options.items())
-        return [*options, *(_PROTECTION + word for word in self.program)]
+        options = {**dict.fromkeys(self.replaced, ""), **self.options}
+        words = [f"--{name}={value}" for name, value in options.items()]
+        return words + [_PROTECTION + word for word in self.program]
 
 
 def unprotected(words: Sequence[str]) -> tuple[str, ...]:
     """Return a program's words as they were typed: the inverse of what ``ComponentArguments.words`` does to them."""
     return tuple(word.removeprefix(_PROTECTION) for word in words)
+
+
+def options_among(words: Sequence[str], options: Collection[str]) -> list[str]:
+    """Return those of a program's words that are spelled like options of its component, or of ``torchx run``."""
+    flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+    return [flag for flag in flags if flag in RUN_OPTIONS or _exact(flag, options)]
 
 
 def component_arguments(
@@ -84,13 +104,18 @@ def component_arguments(
         program: whether the component takes a program with arguments.
     """
     given: dict[str, str] = {}
+    of_torchrun: list[str] = []
     rest = iter(words)
     for word in rest:
         if word == "--help":
             return None
         if word == "--" or not word.startswith("-") or word == "-":
             break
-        name, flag, value = _option(component, word, options)
+        flag, value = _split(component, word)
+        name = _parameter(component, flag, options)
+        if not name:
+            of_torchrun.append(_torchrun_word(component, flag, value, options, rest))
+            continue
         if value is None:
             value = _value_of(component, flag, rest)
         if name in given:
@@ -103,54 +128,63 @@ def component_arguments(
             break
     else:
         word = "--"
+    if of_torchrun:
+        given[_TORCHRUN] = f"{given.get(_TORCHRUN, '')} {shlex.join(of_torchrun)}".strip()
     typed = [*([] if word == "--" else [word]), *rest]
     if typed and not program:
-        hint = " Options are spelled with their names, such as -j 2x4." if options.get("j") else ""
+        hint = " Options are spelled with their names, such as -j 2x4." if "j" in options else ""
         raise ComponentArgumentError(f"{component} runs no program, and {typed[0]!r} is none of its options.{hint}")
-    return ComponentArguments(given, tuple(typed))
+    replaced = [other for name in given for other in _REPLACED.get(name, ()) if other in options]
+    if both := [f"--{other}" for other in replaced if other in given]:
+        raise ComponentArgumentError(f"{component}: -j says what {both[0]} says: give one of them.")
+    return ComponentArguments(given, tuple(typed), tuple(replaced))
 
 
-def _option(component: str, word: str, options: Mapping[str, object]) -> tuple[str, str, str | None]:
-    """Return the parameter that a word sets, the option as typed, and the value if it is part of the word."""
+def _split(component: str, word: str) -> tuple[str, str | None]:
+    """Split a word into the option and the value; None if the value is not part of the word."""
     flag, equals, text = word.partition("=")
-    value = text if equals else None
-    if flag in _OF_RUN:
+    if flag in RUN_OPTIONS:
         raise ComponentArgumentError(f"{flag} is an option of `torchx run`: type it before {component}.")
     if not flag.startswith("--") and len(flag) > 2:  # -j2x4
-        flag, value = flag[:2], word[2:]
-    typed = flag.lstrip("-").replace("-", "_")
-    typed = typed if typed in options else _TORCHRUN_NAMES.get(typed, typed)
-    found = [typed] if typed in options else []
-    if not found and flag.startswith("--"):
-        found = [name for name in options if name.startswith(typed)]
-    if len(found) == 1:
-        return found[0], flag, value
-    if found:
+        return flag[:2], word[2:]
+    return flag, text if equals else None
+
+
+def _parameter(component: str, flag: str, options: Collection[str]) -> str:
+    """Return the parameter of the component that an option sets; empty if there is none."""
+    if name := _exact(flag, options):
+        return name
+    beginning = flag[2:].replace("-", "_")
+    found = [name for name in options if flag.startswith("--") and name.startswith(beginning)]
+    if len(found) > 1:
         names = " or ".join(f"--{name}" for name in found)
         raise ComponentArgumentError(f"{component}: {flag} may mean {names}: give the whole name.")
-    raise ComponentArgumentError(_unknown(component, flag, options))
+    return next(iter(found), "")
 
 
-def _unknown(component: str, flag: str, options: Mapping[str, object]) -> str:
-    spelled = flag[:2] + flag[2:].replace("_", "-")
-    option = next((torchrun_option for torchrun_option in OPTIONS if spelled in torchrun_option.flags), None)
-    if option is not None and "nproc" in options:
-        return f"{component}: {_instead(option, flag)}"
-    if option is not None and option.dest in _BY_J and "j" in options:
-        return f"{component} has no option {flag}. Give nodes and processes as -j NNODESxNPROC, such as -j 2x4."
-    hint = did_you_mean(flag, [f"--{name}" if len(name) > 1 else f"-{name}" for name in options])
-    after = " Options of the program come after it." if options.keys() & _PROGRAMS else ""
-    return f"{component} has no option {flag}.{hint}{after} `torchx run {component} --help` lists the options."
+def _exact(flag: str, options: Collection[str]) -> str:
+    """Return the parameter of the component that has the name of an option, or torchrun's name; empty for none."""
+    name = flag.lstrip("-").replace("-", "_")
+    name = name if name in options else _TORCHRUN_NAMES.get(name, name)
+    return name if name in options and (flag.startswith("--") or len(flag) == 2) else ""
 
 
-def _instead(option: Option, flag: str) -> str:
-    """Say what to type instead of an option of torchrun that the component of torchrun commands does not have."""
-    if option.why:
-        return f"leave {flag} out: {option.why}."
-    if not option.env:
-        return f"{flag} is an option of torchrun's own command only: utils.sh torchrun {flag} VALUE train.py"
-    value = "1" if option.type is bool else "VALUE"
-    return f"torchrun's {flag} is given as its variable here: --env {option.variable}={value}"
+def _torchrun_word(component: str, flag: str, value: str | None, options: Collection[str], rest: Iterator[str]) -> str:
+    """Return an option of torchrun's that the component has none for, with its value, as one word."""
+    option = next((found for found in OPTIONS if flag in found.flags), None)
+    if option is not None and _TORCHRUN in options:
+        if value is None and option.type is not bool:
+            value = _value_of(component, flag, rest)
+        return option.name if value is None else f"{option.name}={value}"
+    if option is not None and option.dest in ("nproc_per_node", "nnodes") and "j" in options:
+        advice = "Give nodes and processes as -j NNODESxNPROC, such as -j 2x4."
+        raise ComponentArgumentError(f"{component} has no option {flag}. {advice}")
+    names = [f"--{name}" if len(name) > 1 else f"-{name}" for name in options]
+    hint = did_you_mean(flag, names + [option.name for option in OPTIONS if _TORCHRUN in options])
+    after = "" if _PROGRAMS.isdisjoint(options) else " Options of the program come after it."
+    raise ComponentArgumentError(
+        f"{component} has no option {flag}.{hint}{after} `torchx run {component} --help` lists the options."
+    )
 
 
 def _value_of(component: str, flag: str, rest: Iterator[str]) -> str:

@@ -7,10 +7,13 @@ Invalid options raise TorchX's ComponentValidationException, which its CLI print
 from __future__ import annotations
 
 import contextlib
+import inspect
+import logging
 import re
 import secrets
+import shlex
 import string
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, NoReturn
@@ -20,10 +23,10 @@ from torchx.components.dist import parse_nnodes
 from torchx.components.structured_arg import StructuredJArgument, StructuredNameArgument
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch.command.command import PROCESS_COUNTS, is_process_count
-from torchx_monarch.command.component_arguments import unprotected
+from torchx_monarch.command.command import PROCESS_COUNTS, CommandError, is_process_count, parse
+from torchx_monarch.command.component_arguments import options_among, unprotected
 from torchx_monarch.command.meshes import check_mesh_name
-from torchx_monarch.command.torchrun_options import Streams, node_range
+from torchx_monarch.command.torchrun_options import node_range
 from torchx_monarch.model.role_spec import LIGHTHOUSE_PORT, LOOPBACK, METADATA_KEY, SIDECAR, SPARES
 
 DEBUG_ENV = {
@@ -39,6 +42,8 @@ _SPARES = re.compile(r"([^x+]+)\+(\d+)(x.*)?")
 
 _LIGHTHOUSE_PORTS = range(30000, 32000)
 """Below Linux's default range of ephemeral ports, and apart from those of rendezvous (``schedulers.monarch``)."""
+
+_log = logging.getLogger("torchx_monarch")
 
 
 def _refuse(message: str) -> NoReturn:
@@ -63,23 +68,32 @@ class Launch:
     module: bool
 
     @classmethod
-    def parse(cls, script_args: Sequence[str], m: str | None, script: str | None) -> Launch:
-        """Build the program from ``-m``, ``--script`` or the first positional argument."""
-        words = unprotected(script_args)
+    def parse(
+        cls, component: Callable[..., object], script_args: Sequence[str], m: str | None, script: str | None
+    ) -> Launch:
+        """Build the program from ``-m``, ``--script`` or the first positional argument.
+
+        Log a warning about arguments of the program that are spelled like options of the component.
+        """
+        name, words = f"monarch.{component.__name__}", list(unprotected(script_args))
         if m and script:
             _refuse(f"-m {m} and --script {script} contradict each other: give one program.")
-        if m:
-            return cls(m, words, module=True)
-        if script:
-            return cls(script, words, module=False)
-        if not words:
-            _refuse("No program to run: give a script (`monarch.spmd --nproc 4 train.py`) or a module (-m pkg.mod).")
-        if words[0].startswith("-"):
+        target = m or script
+        if not target:
+            if not words:
+                _refuse(f"No program to run: give a script (`{name} train.py`) or a module (-m pkg.mod).")
+            target, *words = words
+        if target.startswith("-"):
             _refuse(
-                f"{words[0]} stands where the script is expected: options of monarch.spmd come first, then the "
-                "script (or -m MODULE), then the script's own arguments."
+                f"{target} stands where the script is expected: options of {name} come first, then the script (or "
+                "-m MODULE), then the script's own arguments."
             )
-        return cls(words[0], words[1:], module=False)
+        if flags := options_among(words, inspect.signature(component).parameters):
+            _log.warning(
+                f"{', '.join(flags)} after {target}: passed to it as its own. Options of {name} come before the "
+                f"program, and those of torchx run before {name}."
+            )
+        return cls(target, tuple(words), module=bool(m))
 
     @property
     def role(self) -> str:
@@ -99,19 +113,29 @@ class Launch:
     @property
     def words(self) -> tuple[str, ...]:
         """The program's part of the torchrun command."""
-        return (*(("-m",) if self.module else ()), self.target, *self.args)
+        return ("-m", self.target, *self.args) if self.module else (self.target, *self.args)
 
-    def torchrun_args(self, role: str, shape: Shape, streams: str, max_restarts: int, log_dir: str | None) -> list[str]:
-        """Return the arguments of the torchrun command of a role that runs the program."""
-        return [
-            *("--nnodes", shape.nnodes),
-            *("--nproc-per-node", shape.nproc),
-            *("--role", role),
-            *("--tee", tee(streams)),
-            *(("--max-restarts", str(max_restarts)) if max_restarts else ()),
-            *(("--log-dir", log_dir) if log_dir else ()),
-            *self.words,
-        ]
+    def torchrun_args(
+        self, role: str, shape: Shape, tee: str, max_restarts: int, log_dir: str | None, more: str = ""
+    ) -> list[str]:
+        """Return the arguments of the torchrun command of a role that runs the program.
+
+        Args:
+            more: further options of torchrun, as they are typed.
+        """
+        args = ["--nnodes", shape.nnodes, "--nproc-per-node", shape.nproc, "--role", role, "--tee", tee]
+        if max_restarts:
+            args += ["--max-restarts", str(max_restarts)]
+        if log_dir:
+            args += ["--log-dir", log_dir]
+        args += [*shlex.split(more), *self.words]
+        try:
+            command = parse(["torchrun", *args])
+        except CommandError as error:
+            _refuse(str(error))
+        if command is None or command.program.target != self.target:
+            _refuse(f"--torchrun '{more}': give options of torchrun alone, such as --torchrun '--redirects 3'.")
+        return args
 
 
 @dataclass(frozen=True)
@@ -130,16 +154,12 @@ class Shape:
 
     @classmethod
     def parse(cls, j: str | None, nnodes: str | None, nproc: str | None, h: str | None) -> Shape:
-        """Combine ``-j [NNODES[+SPARES]x]NPROC``, ``--nnodes`` and ``--nproc``, each of which may be None.
+        """Combine ``-j [NNODES[+SPARES]x]NPROC`` with ``--nnodes`` and ``--nproc``, which take precedence if given.
 
         As in dist.torchrun, ``-j N`` without ``x`` means N processes on one node or, with a named resource ``h``, N
         nodes with one process per GPU.
         """
         shape = cls._from_j(j or "1x2", h)
-        if j:
-            for option, given, meant in (("--nnodes", nnodes, shape.nnodes), ("--nproc", nproc, shape.nproc)):
-                if given is not None and given != meant:
-                    _refuse(f"{option} {given} contradicts -j {j}, which means {option} {meant}: give one of them.")
         shape = cls(nnodes or shape.nnodes, nproc or shape.nproc, shape.spares)
         if not is_process_count(shape.nproc):
             _refuse(f"--nproc {shape.nproc}: use a number above 0, or one of {', '.join(PROCESS_COUNTS)}.")
@@ -221,11 +241,10 @@ def lighthouse(
         name="lighthouse",
         image=image,
         entrypoint="torchft_lighthouse",
-        args=[
-            *("--bind", f"{LOOPBACK}:{port}", "--min_replicas", str(min_groups)),
-            *("--quorum_tick_ms", "100", "--join_timeout_ms", "10000"),
-            *("--heartbeat_timeout_ms", str(heartbeat_timeout_ms)),
-        ],
+        args=shlex.split(
+            f"--bind {LOOPBACK}:{port} --min_replicas {min_groups} --quorum_tick_ms 100 --join_timeout_ms 10000 "
+            f"--heartbeat_timeout_ms {heartbeat_timeout_ms}"
+        ),
         max_retries=100,
         retry_policy=specs.RetryPolicy.REPLICA,
         resource=specs.resource(cpu=1, gpu=0, memMB=1024),
@@ -253,13 +272,6 @@ def mounts(options: Sequence[str] | None) -> list[specs.BindMount | specs.Volume
     return parsed
 
 
-def tee(text: str) -> str:
-    """Return ``text`` unchanged if it is a valid value of torchrun's ``--tee``."""
-    with _refused(f"--tee {text}", "."):
-        Streams.parse(text)
-    return text
-
-
 def require_counts(**options: int) -> None:
     """Check that options, given by name, are not negative."""
     for name, value in options.items():
@@ -275,9 +287,3 @@ def mesh_sizes(meshes: Mapping[str, str]) -> dict[str, int]:
         with _refused(f"--meshes {name}={hosts}"):
             check_mesh_name(name)
     return {name: int(hosts) for name, hosts in meshes.items()}
-
-
-def misplaced_options(script_args: Sequence[str], options: Collection[str]) -> list[str]:
-    """Return the script's arguments that are spelled like ``options`` of the component (``nproc``: ``--nproc``)."""
-    flags = {f"--{name}" for name in options} | {f"-{name}" for name in options if len(name) == 1}
-    return [flag for argument in script_args if (flag := argument.partition("=")[0]) in flags]

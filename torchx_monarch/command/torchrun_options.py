@@ -198,8 +198,7 @@ class Option:
 
     Attributes:
         dest: the attribute name of the value, here and in argparse's namespace.
-        why: why it is not needed or not supported, and the alternative. Of an honoured option: why ``monarch.spmd``
-            does not need it; empty if it may.
+        why: why it is not needed or not supported, and the alternative; empty for an honoured option.
         type: type to which torchrun converts the value; bool for a switch, which takes no value.
         parse: converts and checks the value instead of ``type``; raises ValueError with the allowed values. None to use
             ``type``.
@@ -271,7 +270,7 @@ class TorchrunOptions:
     rdzv_endpoint: str = _option(default="")
     rdzv_id: str = _option(default="none")
     rdzv_conf: RendezvousConf = _option(default="", parse=RendezvousConf.parse)
-    standalone: bool = _option(why="the hosts of each job find each other by themselves", default=False, type=bool)
+    standalone: bool = _option(default=False, type=bool)
     max_restarts: int = _option(default=0, type=int, parse=_RESTARTS)
     monitor_interval: float = _option(default=0.1, type=float, parse=_INTERVAL)
     start_method: str = _option(
@@ -286,7 +285,7 @@ class TorchrunOptions:
         "the job's log has a line for each of its own events, and `events.jsonl` in the app's folder an entry",
         default="null",
     )
-    role: str = _option(why="the role is named after the program", default="default")
+    role: str = _option(default="default")
     module: bool = _option(short="-m", default=False, type=bool)
     no_python: bool = _option(default=False, type=bool)
     run_path: bool = _option(
