@@ -72,6 +72,11 @@ def torchx(
         (f"{RUN} --nproc four train.py", "--nproc four: use a number above 0, or one of auto, gpu, cpu, xpu"),
         (f"{RUN} --env A=1 --env B=2 train.py", "--env is given twice. Give all pairs at once, as in --env A=1,B=2."),
         (f"{RUN} --wait train.py", "--wait is an option of `torchx run`: type it before monarch.spmd"),
+        (
+            "run --nproc 2 monarch.spmd train.py",
+            "--nproc is no option of `torchx run`. Options of a component come after",
+        ),
+        ("run --dry-run monarch.spmd train.py", "--dry-run is no option of `torchx run`. Did you mean --dryrun?"),
         (f"{RUN} --script src/train.py", "there is no file {folder}/src/train.py: {folder}/src: No such file"),
         (RUN, "No program to run: give a script"),
         ("run -s monarch_local monarch.ft train.py", "pip install torchft-nightly, or use --lighthouse http://HOST:"),

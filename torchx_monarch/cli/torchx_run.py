@@ -29,9 +29,18 @@ class CmdRun(TorchXCmdRun):  # type: ignore[misc]
     """Implement ``torchx run``."""
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
-        """Define TorchX's arguments, with a suggestion for a scheduler that does not exist."""
+        """Define TorchX's arguments, and say what to type instead of a scheduler or an option that does not exist."""
         super().add_arguments(subparser)
         torchx_api.convert_option(subparser, "scheduler", _scheduler)
+        parse_known_args = subparser.parse_known_args
+
+        def parse(words: Any = None, namespace: Any = None) -> Any:
+            parsed, unknown = parse_known_args(words, namespace)
+            if unknown:
+                _exit(_unknown_option(unknown[0].partition("=")[0]))
+            return parsed, unknown
+
+        subparser.parse_known_args = parse  # type: ignore[assignment, method-assign]
 
     def torchx_json_from_stdin(self, args: argparse.Namespace | None = None) -> dict[str, Any]:
         """Read the JSON of ``--stdin``, and make its options those of the command, as if they were typed."""
@@ -57,6 +66,15 @@ def _scheduler(name: str) -> str:
     if name not in get_scheduler_factories():
         raise argparse.ArgumentTypeError(no_scheduler(name))
     return name
+
+
+def _unknown_option(flag: str) -> str:
+    from torchx_monarch.command.component_arguments import RUN_OPTIONS
+    from torchx_monarch.model.spelling import did_you_mean
+
+    example = "torchx run -s monarch_local monarch.spmd --nproc 2 train.py"
+    hint = did_you_mean(flag, RUN_OPTIONS)
+    return f"{flag} is no option of `torchx run`.{hint} Options of a component come after its name: {example}"
 
 
 def _checked(args: argparse.Namespace) -> list[str]:
