@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import re
+import shlex
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
-from torchx.schedulers.api import Stream
-from torchx.specs import AppDef, AppState, runopts
+from torchx.schedulers.api import DescribeAppResponse, Stream
+from torchx.schedulers.local_scheduler import PopenRequest
+from torchx.specs import AppDef, AppDryRunInfo, AppState, runopts
 
 from tests.contract.contract import Contract
 from tests.contract.place import Place
 from tests.contract.wrapped import LocalCwdPlace, Minimal, MinimalPlace
 from torchx_monarch.backends.core import stored_apps
 from torchx_monarch.backends.core.errors import BackendError, SubmitError, UserError
+from torchx_monarch.backends.wrapped import backend as wrapped_backend
 from torchx_monarch.backends.wrapped.backend import WrappedBackend
 from torchx_monarch.schedulers import wrap
 
@@ -77,11 +83,65 @@ def test_roles_meet_are_cancelled_and_deleted(local: LocalCwdPlace) -> None:
     assert not record(local, handle).exists() and not certificate.exists()
 
 
-def test_a_dry_run_shows_the_other_schedulers_request(local: LocalCwdPlace) -> None:
-    app = AppDef("app", [local.torchrun("train.py")])
-    shown = str(local.runner.dryrun(app, local.name, local.cfg))
-    assert "'role_params': {" in shown
-    assert "tls:@TORCHX_RANK0_HOST:" in shown and "MONARCH_CREDENTIALS" not in shown
+def test_a_dry_run_has_the_other_schedulers_request_and_changes_of_it_count(
+    local: LocalCwdPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = local.program("""import os; print("CHANGED is", os.environ["CHANGED"], flush=True)""")
+    info = local.runner.dryrun(AppDef("app", [local.torchrun(program, nproc=1)]), local.name, local.cfg)
+    shown = str(info)
+    assert "'role_params': {" in shown and "tls:@TORCHX_RANK0_HOST:" in shown
+    assert "'MONARCH_CREDENTIALS': 'MONARCH_CREDENTIALS-is-made-when-the-job-is-submitted'" in shown
+    assert isinstance(info.request, PopenRequest)
+    for replica in info.request.role_params["trainer"]:
+        replica.env["CHANGED"] = "by hand"
+    assert "by hand" in str(info)
+    monkeypatch.setattr(local.inner, "submit_dryrun", None)  # nothing is rendered again
+    handle = local.runner.schedule(info)
+    assert local.wait(handle).state is AppState.SUCCEEDED
+    assert "CHANGED is by hand" in local.log(handle)
+    assert "is-made-when" in str(info)  # the secrets are in a copy
+
+
+class _Environment(NamedTuple):
+    host: object
+    values: tuple[str, ...]
+
+
+@pytest.mark.parametrize(
+    ("request_of", "found"),
+    [
+        (lambda env: {"containers": [{"env": [{"name": name, "value": env[name]} for name in env]}]}, True),
+        (lambda env: SimpleNamespace(pods=[SimpleNamespace(env=[*env.items()])]), True),
+        (lambda env: _Environment(None, tuple(f"export {name}={shlex.quote(env[name])}" for name in env)), True),
+        (lambda env: json.dumps(env).encode(), False),
+    ],
+)
+def test_hosts_get_their_secrets_in_requests_of_any_shape(
+    minimal: MinimalPlace,
+    monkeypatch: pytest.MonkeyPatch,
+    request_of: Callable[[dict[str, str]], object],
+    found: bool,
+) -> None:
+    def rendered(app: AppDef, cfg: Any) -> AppDryRunInfo[Any, Any]:
+        made: Any = request_of(app.roles[0].env)
+        if isinstance(made, dict):
+            made["itself"] = made
+        return AppDryRunInfo(made, repr)
+
+    submitted: list[Any] = []
+
+    def schedule(info: AppDryRunInfo[Any, Any]) -> str:
+        submitted.append(info.request)
+        return "app-0"
+
+    monkeypatch.setattr(minimal.inner, "_submit_dryrun", rendered)
+    monkeypatch.setattr(minimal.inner, "schedule", schedule)
+    if found:
+        minimal.run(minimal.torchrun("train.py"))
+        assert "is-made-when" not in str(submitted) and str(submitted).count("MONARCH_") == 2
+    else:
+        with pytest.raises(SubmitError, match="hosts cannot meet: the request of Minimal, of the type bytes, does not"):
+            minimal.run(minimal.torchrun("train.py"))
 
 
 def test_what_the_other_scheduler_no_longer_has_is_unknown(minimal: MinimalPlace) -> None:
@@ -100,6 +160,47 @@ def test_an_app_without_a_record_is_described_as_the_other_scheduler_does(minima
     handle = minimal.run(minimal.role("true"))
     record(minimal, handle).unlink()
     assert (minimal.status(handle).state, minimal.listed()) == (AppState.PENDING, [])
+
+
+def test_an_app_that_the_other_scheduler_cannot_describe_has_the_state_of_its_list(
+    minimal: MinimalPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As TorchX's ``slurm`` cannot describe a job that waits, or has just ended."""
+
+    def describe(self: Minimal, app_id: str) -> DescribeAppResponse | None:
+        raise KeyError("job_resources")
+
+    monkeypatch.setattr(Minimal, "describe", describe)
+    monkeypatch.setattr(wrapped_backend, "_LIST_INTERVAL", 0.0)
+    place = MinimalPlace(minimal.folder)
+    handle = place.run(place.role("true"))
+    assert place.status(handle).state is AppState.PENDING
+    app, _ = place.inner.apps["app-0"]
+    place.inner.apps["app-0"] = app, AppState.RUNNING
+    assert place.status(handle).state is AppState.RUNNING
+    place.runner.cancel(handle)
+    assert place.wait(handle).state is AppState.CANCELLED
+    place.inner.apps.clear()  # not listed yet
+    assert place.status(place.run(place.role("true"))).state is AppState.PENDING
+    with pytest.raises(BackendError, match=r"wrapped_minimal: Minimal cannot describe app-7: 'job_resources'"):
+        place.status(handle.replace("app-0", "app-7"))
+
+
+def test_signed_results_are_kept_from_readers_and_no_other_line(local: LocalCwdPlace) -> None:
+    forged = f"[monarch] result {'0' * 64} {{}}"
+    program = local.program(f"print({forged!r}, flush=True); raise SystemExit(3)")
+    handle = local.run(local.torchrun(program, nproc=1))
+    status = local.wait(handle)
+    assert status.state is AppState.FAILED and "exited with code 3" in status.structured_error_msg
+    lines = local.log(handle).splitlines()
+    assert [line for line in lines if re.match(r"(\[default\d\]:)?\[monarch\] result", line)] == [
+        f"[default0]:{forged}",
+        f"[default1]:{forged}",
+    ]
+    backend = local.backend
+    assert isinstance(backend, WrappedBackend)
+    inner = "".join(backend.inner.log_iter(handle.rpartition("/")[2], "trainer", streams=Stream.COMBINED))
+    assert inner.count("\n[monarch] result ") == 1
 
 
 def test_logs_that_cannot_be_read_are_torchx_s_error(minimal: MinimalPlace) -> None:

@@ -128,6 +128,7 @@ def test_a_host_signs_its_result_where_its_backend_reads_the_log(tmp_path: Path)
         lines = log.read().split("\n")
     assert len(lines) == 2
     [result] = verified(lines, "key")
+    assert verified([f"2026-11-29T10:00:00.5Z {lines[0]}\n"], "key") == [result]
     assert json.loads(result)["message"]["errorCode"] == 3
     assert verified(lines, "other") == verified(lines, "") == []
     assert verified([lines[0].replace("code 3", "code 4"), f"[default0]:{lines[0]}"], "key") == []

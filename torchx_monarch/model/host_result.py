@@ -34,7 +34,8 @@ from torchx_monarch.system import error_files
 KEY_VARIABLE = "MONARCH_RESULT_KEY"
 """The environment variable with the key of a host; unset where the backend does not read the result from the log."""
 
-_SIGNED_LINE = re.compile(r"\[monarch\] result ([0-9a-f]{64}) (\{.*\})\s*")
+_SIGNED_LINE = re.compile(r"(?:\S+Z )??\[monarch\] result ([0-9a-f]{64}) (\{.*\})\s*")
+"""A signed line, before which TorchX's scheduler for Kubernetes writes the time."""
 
 
 @dataclass(frozen=True)

@@ -71,12 +71,26 @@ class WorkspaceError(BackendError):
 
 
 class _DryRun(AppDryRunInfo[Any, Cfg]):  # type: ignore[misc]
-    """A dry run's result: the backend's request, and the images to push (``name_images``)."""
+    """A dry run's result.
 
-    def __init__(self, request: Any, backend: Backend[Any, Any, Any], submitted: SubmittedApp, images: Any) -> None:
-        super().__init__(request, backend.show)
+    Args:
+        rendered: what ``Backend.render`` returned: a request, or another scheduler's dry run, whose request it shares.
+        images: the images to push (``name_images``).
+    """
+
+    def __init__(self, rendered: Any, backend: Backend[Any, Any, Any], submitted: SubmittedApp, images: Any) -> None:
+        self._inner: AppDryRunInfo[Any, Any] | None = rendered if isinstance(rendered, AppDryRunInfo) else None
+        super().__init__(rendered.request if self._inner else rendered, lambda _: backend.show(self.rendered))
         self.submitted = submitted
         self.images = images
+
+    @property
+    def rendered(self) -> Any:
+        """What ``Backend.submit`` gets: what was rendered, with the request as the user has changed it since."""
+        if self._inner is None:
+            return self.request
+        self._inner.request = self.request
+        return self._inner
 
 
 class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
@@ -125,8 +139,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         if not self.inner.makes_mounts(options):
             warn_of_mounts(app, self.backend)
         submitted = SubmittedApp(app, rewritten.roles, dict(cfg))
-        request = self.inner.render(rewritten.app, submitted, options)
-        return _DryRun(request, self.inner, submitted, images)
+        rendered = self.inner.render(rewritten.app, submitted, options)
+        return _DryRun(rendered, self.inner, submitted, images)
 
     def _rewrite(self, app: AppDef, options: MonarchOpts, cfg: Cfg) -> Rewritten:
         """Check an app's roles, with their commands, metadata and images, and rewrite it."""
@@ -191,7 +205,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
                 for_hosts, for_client = credentials.create()
                 hosts, client = for_hosts.to_text(), for_client.to_text()
             push_images(self.inner.workspace, dryrun_info.images)
-            app_id = self.inner.submit(dryrun_info.request, submitted, hosts)
+            app_id = self.inner.submit(dryrun_info.rendered, submitted, hosts)
             self.apps.own(app_id)
             on_submitted(app_id)
             if client:

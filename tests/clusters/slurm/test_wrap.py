@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torchx.schedulers.api import DescribeAppResponse, Scheduler
+from torchx.schedulers.api import Scheduler
 from torchx.schedulers.slurm_scheduler import SlurmScheduler
 
 from tests.clusters.slurm.apps import SMALL
@@ -38,17 +38,6 @@ if found.returncode == 0 and "--json" in words and "-j" in words:
 sys.stdout.write(found.stdout)
 sys.exit(found.returncode)
 """
-
-
-class Slurm(SlurmScheduler):  # type: ignore[misc]
-    """TorchX's ``slurm``, on the Slurm of these tests."""
-
-    def describe(self, app_id: str) -> DescribeAppResponse | None:
-        """Describe a job. Of one that waits or has ended, squeue 22.05 lacks a field that TorchX reads."""
-        try:
-            return super().describe(app_id)
-        except KeyError:
-            return self._describe_sacct(app_id)
 
 
 class SlurmPlace(Place):
@@ -82,7 +71,7 @@ class SlurmPlace(Place):
 
     def factory(self, session_name: str, **more: Any) -> Scheduler[Any]:
         """Create the scheduler."""
-        return wrap(self.name, session_name, Slurm(session_name))
+        return wrap(self.name, session_name, SlurmScheduler(session_name))
 
     @contextlib.contextmanager
     def pending(self) -> Iterator[str]:

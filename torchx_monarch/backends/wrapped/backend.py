@@ -18,11 +18,11 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchx.schedulers.api import DescribeAppResponse, Scheduler, Stream
 from torchx.schedulers.local_scheduler import LocalScheduler
-from torchx.specs import AppDef, AppState, InvalidRunConfigException, Role, is_terminal, macros, runopts
+from torchx.specs import AppDef, AppDryRunInfo, AppState, InvalidRunConfigException, Role, is_terminal, macros, runopts
 from torchx.workspace import WorkspaceMixin
 
 from torchx_monarch.backends.core import torchx_api
@@ -43,21 +43,12 @@ from torchx_monarch.system.untrusted_text import one_line
 _log = logging.getLogger("torchx_monarch")
 
 
-class WrappedRequest(NamedTuple):
-    """What the wrapped scheduler is asked to run. It renders this again, with the hosts' credentials, when it submits.
+_MADE_LATER = {name: f"{name}-is-made-when-the-job-is-submitted" for name in (CREDENTIALS, KEY_VARIABLE)}
+"""What stands in a request for the secrets of hosts, by the variable; no quoting changes its characters, nor theirs."""
 
-    Attributes:
-        app: the app with the host processes, without their credentials.
-        cfg: the wrapped scheduler's run options.
-        text: the wrapped scheduler's own request, as its dry run shows it.
-    """
 
-    app: AppDef
-    cfg: Mapping[str, Any]
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
+_LIST_INTERVAL = 10.0
+"""Seconds between two lists of all apps, which may be those of all users of a cluster."""
 
 
 class _InnerWorkspace(WorkspaceMixin[None]):  # type: ignore[misc]
@@ -71,7 +62,7 @@ class _InnerWorkspace(WorkspaceMixin[None]):  # type: ignore[misc]
         self._inner.build_workspaces(roles, cfg)
 
 
-class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
+class WrappedBackend(Backend[NetworkOpts, AppDryRunInfo[Any, Any], AppSnapshot]):
     """Has another scheduler run the app, and tells what that scheduler tells.
 
     An app without a record on this machine is shown as the other scheduler describes it.
@@ -96,6 +87,10 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
                 f"{type(inner).__name__} cannot be wrapped as {name}: torchx-monarch has run options of the same name, "
                 f"{', '.join(clash)}; rename them in a subclass (`run_opts`)"
             )
+        # Its own methods call `describe`, too: `log_iter`, `exists`, `cancel`.
+        self._describe_inner, inner.describe = inner.describe, self._describe
+        self._listed: Mapping[str, AppState] = {}
+        self._listed_at = -_LIST_INTERVAL
 
     @contextlib.contextmanager
     def _asking(self, what: str, kind: type[BackendError] = BackendError) -> Iterator[None]:
@@ -134,22 +129,29 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
         """Return ``@`` and TorchX's macro for replica 0 of the first role."""
         return f"@{macros.rank0_env}"
 
-    def render(self, app: AppDef, submitted: SubmittedApp, options: NetworkOpts) -> WrappedRequest:
+    def render(self, app: AppDef, submitted: SubmittedApp, options: NetworkOpts) -> AppDryRunInfo[Any, Any]:
+        """Return the other scheduler's own dry run, without the secrets of the hosts."""
         cfg = {name: options[name] for name, _ in self.inner.run_opts() if name in options}
-        with self._asking("run the app"):
-            torchx_api.validate(self.inner, app, cfg)
-            return WrappedRequest(app, cfg, str(self.inner.submit_dryrun(copy.deepcopy(app), cfg)))
-
-    def submit(self, request: WrappedRequest, submitted: SubmittedApp, credentials: str) -> str:
-        """Have the other scheduler submit the app, with the credentials in the environment of its hosts."""
-        app, key = copy.deepcopy(request.app), secrets.token_hex()
         # A scheduler that passes the submitter's environment on must not pass on that of a job around the submitter.
         outer = {name: "" for name in FOR_HOSTS if name in os.environ}
         for role, spec in zip(app.roles, submitted.roles, strict=True):
-            own = {CREDENTIALS: credentials, KEY_VARIABLE: key} if spec.runs_hosts else {}
-            role.env = {**outer, **role.env, **own}
+            role.env = {**outer, **role.env, **(_MADE_LATER if spec.runs_hosts else {})}
+        with self._asking("run the app"):
+            torchx_api.validate(self.inner, app, cfg)
+            return self.inner.submit_dryrun(app, cfg)
+
+    def submit(self, request: AppDryRunInfo[Any, Any], submitted: SubmittedApp, credentials: str) -> str:
+        """Have the other scheduler submit its request, with the secrets of the hosts in a copy of it."""
+        key = secrets.token_hex()
+        info = copy.copy(request)
         with self._asking("submit the app", SubmitError):
-            app_id: str = self.inner.schedule(self.inner.submit_dryrun(app, request.cfg))
+            info.request, filled = _filled(request.request, {CREDENTIALS: credentials, KEY_VARIABLE: key})
+            if any(spec.runs_hosts for spec in submitted.roles) and not filled:
+                raise SubmitError(
+                    f"{self._name}: hosts cannot meet: the request of {type(self.inner).__name__}, of the type "
+                    f"{type(info.request).__name__}, does not hold their variable {CREDENTIALS} as text"
+                )
+            app_id: str = self.inner.schedule(info)
         try:
             self.records.store(app_id, Record(submitted.to_json(), time.time(), key))
         except OSError as error:
@@ -157,6 +159,25 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
         return app_id
 
     # -- reading -------------------------------------------------------------------------------------------------------
+
+    def _describe(self, app_id: str) -> DescribeAppResponse | None:
+        """Describe an app of which there is a record by the other scheduler's list, if that cannot read its own answer.
+
+        TorchX's ``slurm`` raises KeyError for a job that waits, is requeued or has just ended (Slurm 22.05). An app
+        that is not listed yet is pending.
+        """
+        try:
+            return self._describe_inner(app_id)
+        except (LookupError, TypeError, AttributeError) as error:
+            if self.records.load(app_id) is None:
+                raise
+            _log.debug("%s cannot describe %s: %r", self._name, app_id, error)
+        if time.monotonic() > self._listed_at + _LIST_INTERVAL:
+            self._listed = {}
+            with contextlib.suppress(Exception):
+                self._listed = {app.app_id: app.state for app in self.inner.list()}
+            self._listed_at = time.monotonic()
+        return DescribeAppResponse(app_id, self._listed.get(app_id, AppState.PENDING))
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> AppSnapshot | None:
         """Return what the other scheduler tells of an app; UNKNOWN if it does not know one that has a record."""
@@ -204,9 +225,13 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
         return found
 
     def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:
+        """Yield the lines without the results that hosts have signed for ``_results``."""
+        record = self.records.load(app.app_id)
+        key = record.result_key if record else ""
         with self._asking(f"read the log of {app.app_id}"):
             for line in _log_lines(self.inner, app.app_id, role, replica, query):
-                yield TimedLine(0.0, line)
+                if not verified([line], key):
+                    yield TimedLine(0.0, line)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
@@ -229,6 +254,36 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
             with self._asking(f"delete {app.app_id}"):
                 self.inner.delete(app.app_id)
         self.records.remove(app.app_id)
+
+
+def _filled(request: Any, values: Mapping[str, str]) -> tuple[Any, bool]:
+    """Return a copy of a request with values instead of ``_MADE_LATER``, by variable, and whether it has all of these.
+
+    They are looked for in attributes, dictionaries, lists and tuples.
+    """
+    memo: dict[int, Any] = {}
+    copied = copy.deepcopy(request, memo)
+    own = {id(part) for part in memo.values()}  # what deepcopy does not copy, such as a logger, is not the request's
+    left = set(values)
+
+    def fill(part: Any) -> Any:
+        if isinstance(part, str):
+            for name in values:
+                if _MADE_LATER[name] in part:
+                    left.discard(name)
+                    part = part.replace(_MADE_LATER[name], values[name])
+        elif isinstance(part, tuple):
+            parts = map(fill, part)
+            part = type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
+        elif id(part) in own:
+            own.discard(id(part))  # an object may refer to one that it is part of
+            if isinstance(part, list):
+                part[:] = map(fill, part)
+            elif isinstance(items := part if isinstance(part, dict) else getattr(part, "__dict__", None), dict):
+                items.update({name: fill(item) for name, item in items.items()})
+        return part
+
+    return fill(copied), not left
 
 
 def _log_lines(inner: Scheduler[Any], app_id: str, role: str, replica: int, query: LogQuery[Any]) -> Iterator[str]:
