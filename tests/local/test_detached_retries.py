@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -59,6 +60,25 @@ def test_an_old_error_file_is_not_taken_for_a_new_one(apps: Detached) -> None:
     status = apps.wait(app_id)
     assert "old" not in status.msg and status.structured_error_msg == "<NONE>"
     assert Path(apps.paths(app_id).replica_logs("r", 0), "error.json.0").exists()
+
+
+def test_an_error_file_counts_whatever_its_time(apps: Detached, tmp_path: Path) -> None:
+    """The clock of a file server may be behind, and a role may name a file that an earlier job has left."""
+    error_file = tmp_path / "error.json"
+    error_file.write_text('{"message": "of an earlier job"}')
+    role = sh("exit 1")
+    role.env["TORCHELASTIC_ERROR_FILE"] = str(error_file)
+    assert "earlier" not in apps.wait(apps.run(role)).structured_error_msg
+    assert not error_file.exists()
+    role.args[-1] = (
+        f"""echo '{{"message": "out of cheese"}}' > {error_file}; touch -d '1 hour ago' {error_file}; exit 1"""
+    )
+    assert "out of cheese" in apps.wait(apps.run(role)).structured_error_msg
+    error_file.unlink()
+    os.mkfifo(error_file)
+    role.args[-1], role.max_retries = "exit 1", 1
+    apps.wait(apps.run(role))
+    assert error_file.is_fifo()
 
 
 def run_as_hosts(apps: Detached, command: str) -> str:

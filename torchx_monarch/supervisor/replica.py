@@ -149,9 +149,7 @@ class Replica:
         self.failure = self._killed_for = ""
         self.record.pid = self.record.exit_code = self.record.error = self.record.ended = None
         self.record.started = time.time()
-        if self.record.restarts and os.path.exists(self._error_file):
-            with contextlib.suppress(OSError):
-                os.rename(self._error_file, f"{self._error_file}.{self.record.restarts - 1}")
+        error_files.set_aside(self._error_file, self.record.restarts)
         env = {
             **self.env,
             "MONARCH_RESTART": str(self.record.restarts),
@@ -236,10 +234,8 @@ class Replica:
 
     def read_error(self) -> str | None:
         """Return the known fields of its error file as JSON; None if the file is missing or unreadable."""
-        # A role may set TORCHELASTIC_ERROR_FILE itself; that file may be left over from an earlier job.
-        since = (self.record.started or 0.0) - 0.1
         try:
-            found = error_files.read(self._error_file, since)
+            found = error_files.read(self._error_file)
         except error_files.UnreadableError:
             return None
         return None if found is None else json.dumps(found)

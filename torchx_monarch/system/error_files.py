@@ -37,15 +37,9 @@ class UnreadableError(ValueError):
     """Raised when an error file exists but cannot be used; the message gives the reason."""
 
 
-def read(path: str, since: float = 0.0, traceback_bytes: int = TRACEBACK_BYTES) -> dict[str, Any] | None:
-    """Read the known fields of an error file (``known_fields``); return None if there is no such file.
-
-    A file that was written before ``since``, in seconds since the epoch, belongs to another failure: it counts as
-    missing.
-    """
+def read(path: str, traceback_bytes: int = TRACEBACK_BYTES) -> dict[str, Any] | None:
+    """Read the known fields of an error file (``known_fields``); return None if there is no such file."""
     try:
-        if os.lstat(path).st_mtime < since:
-            return None
         data = safe_files.read_json(path)
     except FileNotFoundError:
         return None
@@ -58,6 +52,20 @@ def read(path: str, since: float = 0.0, traceback_bytes: int = TRACEBACK_BYTES) 
     if not isinstance(data, dict):
         raise UnreadableError("it is not a JSON object")
     return known_fields(data, traceback_bytes)
+
+
+def set_aside(path: str, restart: int) -> None:
+    """Move the error file of an earlier start out of the way: before the first start remove it, then add a number.
+
+    A time of the file would not show whose it is: the clock of a file server may be behind. Only a regular file is
+    moved: a role may name a device.
+    """
+    with contextlib.suppress(OSError):
+        if stat.S_ISREG(os.lstat(path).st_mode):
+            if restart:
+                os.rename(path, f"{path}.{restart - 1}")
+            else:
+                os.unlink(path)
 
 
 def make_reserve(path: str) -> None:
