@@ -18,7 +18,7 @@ from tests.unit.test_foreground import ImpatientTerminal, ctrl_c_raises
 from tests.waits import until
 from torchx_monarch.cli import ps
 from torchx_monarch.client.connection import Target
-from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.client.hosts import Hosts, _AppState
 from torchx_monarch.client.result import RankOutput, RankResult, RunResult
 from torchx_monarch.client.run import Collector, RunHandle, collect_with_interrupts
 from torchx_monarch.exceptions import AllocationError, UnreachableError
@@ -44,7 +44,7 @@ def test_hosts_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> 
         raise UnreachableError("a:29400: Connection timed out")
 
     monkeypatch.setattr(Target, "from_handle", unreachable)
-    monkeypatch.setattr(Hosts, "check_alive", lambda self: setattr(self, "_scheduler_state", ("RUNNING", "")))
+    monkeypatch.setattr(Hosts, "check_alive", lambda self: setattr(self, "_app_state", _AppState("RUNNING")))
     monkeypatch.setattr("torchx_monarch.client.hosts._SHOW_ERROR_AFTER", -1.0)
     monkeypatch.setattr(ps, "_START_TIMEOUT", 0.0)
     with pytest.raises(AllocationError, match=r"after 0 s: waiting for the hosts .RUNNING.: a:29400: Connection timed"):

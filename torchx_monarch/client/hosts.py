@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import enum
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torchx_monarch.client.connection import Connection, Target, ask
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
@@ -82,6 +84,31 @@ class _NotReady(UnreachableError):
     """Raised when the hosts answer, and what is waited for is not there yet; the message names it."""
 
 
+class _Contact(enum.Enum):
+    """What this client has had to do with the hosts."""
+
+    NONE = enum.auto()
+    """They have answered no request yet."""
+
+    MADE = enum.auto()
+    """They have answered a request."""
+
+    RELEASED = enum.auto()
+    """They were released by this client, which asks them for nothing any more."""
+
+
+class _AppState(NamedTuple):
+    """The state of the app as its scheduler has reported it; empty before the scheduler was asked.
+
+    ``reason`` says why the app has ended or has not begun, if the scheduler tells. ``asked`` is the time of the
+    answer, by ``time.monotonic``.
+    """
+
+    name: str = ""
+    reason: str = ""
+    asked: float = -_ASK_SCHEDULER_EVERY
+
+
 class Hosts:
     """Send requests to replica 0 of one role of an app.
 
@@ -109,15 +136,13 @@ class Hosts:
         self._runner = runner
         self._start_timeout = start_timeout
         self._target: Target | None = None
-        self._unreached: UnreachableError | RefusedError = UnreachableError("")
-        self._was_reached = False
-        self._released = False
-        self._scheduler_state = ("", "")
-        self._scheduler_asked = -_ASK_SCHEDULER_EVERY
+        self._contact = _Contact.NONE
+        self._app_state = _AppState()
 
     def __getstate__(self) -> dict[str, Any]:
-        asked = -_ASK_SCHEDULER_EVERY  # time.monotonic() has no meaning on another machine or after a reboot
-        return {**self.__dict__, "_runner": None, "_target": None, "_scheduler_asked": asked}
+        # time.monotonic() has no meaning on another machine or after a reboot
+        app_state = self._app_state._replace(asked=_AppState().asked)
+        return {**self.__dict__, "_runner": None, "_target": None, "_app_state": app_state}
 
     @property
     def runner(self) -> Runner:
@@ -131,7 +156,7 @@ class Hosts:
     @property
     def target(self) -> Target:
         """The address and credentials of replica 0; UnreachableError without them, and after ``release``."""
-        if self._released:
+        if self._contact is _Contact.RELEASED:
             raise UnreachableError(f"{self.handle} was released")
         if self._target is None:
             self._target = Target.from_handle(self.handle, self._role, self._address, self._runner)
@@ -140,7 +165,7 @@ class Hosts:
     @property
     def has_ended(self) -> bool:
         """Whether the scheduler has reported the end of the app when it was last asked."""
-        return self._scheduler_state[0] in ENDED
+        return self._app_state.name in ENDED
 
     def roles(self) -> list[str]:
         """Return the names of the roles of the app that have hosts; that of this object first."""
@@ -159,18 +184,25 @@ class Hosts:
     def release(self) -> None:
         """Cancel the app through its scheduler; does nothing if the app has ended."""
         self.runner.cancel(self.handle)
-        self._released = True
-        self._scheduler_asked = -_ASK_SCHEDULER_EVERY
+        self._contact, self._app_state = _Contact.RELEASED, _AppState()
 
     def ask_status(self) -> AllocationStatus | None:
         """Ask replica 0 for the state of the allocation; return None if it cannot be reached or is ending."""
-        try:
-            return self._look(self.target)
-        except (UnreachableError, RefusedError) as error:
-            self._mark_unreachable(error)
-            return None
+        with contextlib.suppress(UnreachableError, RefusedError):
+            return self._read_status(self.target)
+        self._target = None
+        return None
 
-    def _look(self, target: Target) -> AllocationStatus:
+    def status(self) -> AllocationStatus:
+        """Return the state of the allocation, from replica 0 or, if that cannot be reached, from the scheduler."""
+        try:
+            return self._read_status(self.target)
+        except (UnreachableError, RefusedError) as error:
+            self._target = None
+            app_state = self._ask_scheduler() if not self._address else _AppState("UNKNOWN")
+            return AllocationStatus(app_state.name, message=app_state.reason or str(error))
+
+    def _read_status(self, target: Target) -> AllocationStatus:
         answer = ask(target, {"type": "look"})
         if answer.get("ended"):
             raise UnreachableError("they are ending")
@@ -181,13 +213,6 @@ class Hosts:
         hosts = {host["replica"]: host["hostname"] for host in answer["hosts"]}
         return AllocationStatus("RUNNING", hosts=hosts, missing=answer["missing"], **facts)
 
-    def status(self) -> AllocationStatus:
-        """Return the state of the allocation, from replica 0 or, if that cannot be reached, from the scheduler."""
-        if (status := self.ask_status()) is not None:
-            return status
-        state, message = self._ask_scheduler() if not self._address else ("UNKNOWN", "")
-        return AllocationStatus(state, message=message or str(self._unreached))
-
     def reach(self, operation: Callable[[Target], T], ready: bool = False, wait: bool = True) -> T:
         """Call ``operation``; if the hosts cannot be reached, wait for them (see ``wait_for``).
 
@@ -195,21 +220,22 @@ class Hosts:
             ready: whether to wait until a run can start.
             wait: whether to wait for hosts that cannot be reached.
         """
-        if not wait:
-            try:
-                return operation(self.target)
-            except UnreachableError as error:
-                self._mark_unreachable(error)
-                self.check_alive()
-                if error.final or not self._scheduler_state[0]:
-                    raise
-                role = f" of role {self._role}" if self._role else ""
-                state, waits = self._scheduler_state
-                why = f"{self.handle} is {state}, and no host{role} answers: {waits or error}"
-                raise UnreachableError(f"{why}. To see more: torchx monarch status {self.handle}") from None
         if ready:
             self.wait(self._start_timeout, say)
-        return self.wait_for(operation, self._start_timeout, say)
+        if wait:
+            return self.wait_for(operation, self._start_timeout, say)
+        try:
+            return operation(self.target)
+        except UnreachableError as error:
+            self._target = None
+            self.check_alive()
+            if error.final or not self._app_state.name:
+                raise
+            role = f" of role {self._role}" if self._role else ""
+            why = (
+                f"{self.handle} is {self._app_state.name}, and no host{role} answers: {self._app_state.reason or error}"
+            )
+            raise UnreachableError(f"{why}. To see more: torchx monarch status {self.handle}") from None
 
     def open(self, greeting: dict[str, Any], ready: bool = False, wait: bool = True) -> Connection:
         """Connect to replica 0 and send a greeting. Arguments and exceptions are those of ``reach``."""
@@ -231,7 +257,7 @@ class Hosts:
         """
 
         def check(target: Target) -> None:
-            status = self._look(target)
+            status = self._read_status(target)
             if status.message:
                 scheduler = self.handle.partition("://")[0]
                 advice = f"to get one: torchx run -s {scheduler} monarch.hosts -j 1x4"
@@ -250,70 +276,70 @@ class Hosts:
 
         It must be repeatable. The other arguments are as for ``wait``.
         """
-        started, pause, said = time.monotonic(), _POLL, ""
+        started, pause, reported = time.monotonic(), _POLL, ""
         while True:
             try:
                 result = operation(self.target)
-                self._was_reached = True
+                self._contact = _Contact.MADE
                 return result
             except _NotReady as error:
-                waiting = str(error)
+                reason = str(error)
             except UnreachableError as error:
-                self._mark_unreachable(error)
-                waiting = self._missing_since(started, error)
-            if waiting != said and on_progress is not None:
-                on_progress(f"waiting for {waiting}")
-            said = waiting
+                self._target = None  # the scheduler may have restarted replica 0 at another address
+                self._check_worth(error)
+                reason = self._describe_wait(error, time.monotonic() - started)
+            if reason != reported and on_progress is not None:
+                on_progress(f"waiting for {reason}")
+            reported = reason
             if timeout is not None and time.monotonic() > started + timeout:
-                raise AllocationError(f"{self.handle} is not ready after {timeout:g} s: waiting for {said}")
+                raise AllocationError(f"{self.handle} is not ready after {timeout:g} s: waiting for {reason}")
             time.sleep(pause)
             pause = min(pause * 1.2, _MAX_POLL_INTERVAL)
 
     def check_alive(self) -> None:
         """Raise if the scheduler reports that the app has ended. Asks the scheduler at most every few seconds."""
-        if self._address and not self._released:
+        if self._address and self._contact is not _Contact.RELEASED:
             return
-        if time.monotonic() > self._scheduler_asked + _ASK_SCHEDULER_EVERY:
+        if time.monotonic() > self._app_state.asked + _ASK_SCHEDULER_EVERY:
             self._ask_scheduler()
-        state, message = self._scheduler_state
-        if state == "UNKNOWN" and message:
-            raise UnknownAppError(message)
+        name, reason, _ = self._app_state
+        if name == "UNKNOWN" and reason:
+            raise UnknownAppError(reason)
         if self.has_ended:
-            why = f": {message}" if message else ""
-            raise AllocationError(f"{self.handle} has ended ({state}){why}. Its log: torchx log {self.handle}")
+            why = f": {reason}" if reason else ""
+            raise AllocationError(f"{self.handle} has ended ({name}){why}. Its log: torchx log {self.handle}")
 
-    def _missing_since(self, started: float, error: UnreachableError) -> str:
-        """Describe why replica 0 cannot be reached yet; raise if waiting does not help.
+    def _check_worth(self, error: UnreachableError) -> None:
+        """Raise if waiting for hosts that cannot be reached does not help.
 
         An address from the user that has answered before is not waited for: no scheduler can tell whether the hosts
         behind it have ended.
         """
         self.check_alive()
-        if error.final or (self._address and self._was_reached):
+        if error.final or (self._address and self._contact is _Contact.MADE):
             raise error
-        if self._released:
+
+    def _describe_wait(self, error: UnreachableError, seconds: float) -> str:
+        """Return what hosts that could not be reached for some seconds are waited for."""
+        if self._contact is _Contact.RELEASED:
             return "the end of the hosts"
         if self._address:
             return f"an answer at {self._address}: {error}"
-        state, why = self._scheduler_state
-        if state == "RUNNING" and time.monotonic() > started + _SHOW_ERROR_AFTER:
-            why = str(error)
-        return f"the hosts ({state}){f': {why}' if why else ''}"
+        name, reason, _ = self._app_state
+        if name == "RUNNING" and seconds > _SHOW_ERROR_AFTER:
+            reason = str(error)
+        return f"the hosts ({name}){f': {reason}' if reason else ''}"
 
-    def _mark_unreachable(self, error: UnreachableError | RefusedError) -> None:
-        self._unreached = error
-        self._target = None  # the scheduler may have restarted replica 0 at another address
-
-    def _ask_scheduler(self) -> tuple[str, str]:
-        """Return the app's state from its scheduler, and the reason for its end, or why it has not begun, if any."""
+    def _ask_scheduler(self) -> _AppState:
         # torchx.specs is half of the import time of torchx, and a run on hosts that answer does not need it.
         from torchx.specs import NONE
 
-        self._scheduler_asked = time.monotonic()
         status = self.runner.status(self.handle)
         if status is None:
-            self._scheduler_state = "UNKNOWN", f"{self.handle} does not exist"
+            name, reason = "UNKNOWN", f"{self.handle} does not exist"
         else:
-            said = status.state.name not in ("RUNNING", "UNKNOWN") and status.msg != NONE
-            self._scheduler_state = str(status.state.name), status.msg if said else ""
-        return self._scheduler_state
+            name, reason = str(status.state.name), str(status.msg)
+            if name in ("RUNNING", "UNKNOWN") or reason == NONE:
+                reason = ""
+        self._app_state = _AppState(name, reason, time.monotonic())
+        return self._app_state
