@@ -167,7 +167,8 @@ def with_cfg(words: list[str], options: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("command", chosen("torchx"), ids=str)
-def test_torchx_takes_it(torchx: Callable[..., str], command: Command) -> None:
+def test_torchx_takes_it(torchx: Callable[..., str], command: Command, caplog: pytest.LogCaptureFixture) -> None:
+    """A command that a reader copies asks for what its ranks need."""
     words = placed(command)
     for scheme in re.findall(r"\b(\w+)://", " ".join(words)):
         assert scheme in OFFLINE or scheme in ("monarch_local", "monarch_slurm", "file", "http")
@@ -182,7 +183,7 @@ def test_torchx_takes_it(torchx: Callable[..., str], command: Command) -> None:
     elif "dist.torchrun" in words and "--script" not in words:
         torchx(*completed([*words, "--script", "train.py"]))
     else:
-        assert torchx(*completed(words))
+        assert torchx(*completed(words)) and "each host is for" not in caplog.text
 
 
 def test_the_jobs_of_the_readme_run(folder: Path) -> None:

@@ -105,14 +105,34 @@ def test_counting_gpus(tmp_path: Path) -> None:
     assert gpus.devices({"PATH": str(tmp_path / "none")}) == []
 
 
-def test_gpus_that_are_not_divided(caplog: pytest.LogCaptureFixture) -> None:
-    runner = Runner("", {"monarch_local": monarch_local})
-    for replicas, warnings in ((1, 0), (2, 1)):
-        role = Role("r", image="", entrypoint="x", num_replicas=replicas, resource=Resource(1, 2, 1))
-        runner.dryrun(AppDef("a", [role]), "monarch_local")
-        assert caplog.text.count(f"-cfg gpus={2 * replicas} divides") == warnings
-    runner.dryrun(AppDef("a", [role]), "monarch_local", {"gpus": 2})
-    assert caplog.text.count("divides so many") == 1
+@pytest.mark.parametrize(
+    ("visible", "replicas", "gpus", "warning"),
+    [
+        ("", 1, 0, "a replica of this app asks for --gpu 2, and this machine ({}) has none"),
+        ("0", 2, 0, "a replica of this app asks for --gpu 2, and this machine ({}) has 1"),
+        ("0,1", 1, 0, ""),
+        (
+            "0,1",
+            2,
+            0,
+            "2 replicas of this app ask for GPUs, and each will see all 2 of this machine ({}); -cfg gpus=4 ",
+        ),
+        ("", 2, 2, ""),
+    ],
+)
+def test_gpus_that_are_not_there_or_not_divided(
+    visible: str,
+    replicas: int,
+    gpus: int,
+    warning: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    role = Role("r", image="", entrypoint="x", num_replicas=replicas, resource=Resource(1, 2, 1))
+    Runner("", {"monarch_local": monarch_local}).dryrun(AppDef("a", [role]), "monarch_local", {"gpus": gpus})
+    warnings = [record.getMessage() for record in caplog.records if record.name == "torchx_monarch"]
+    assert len(warnings) == bool(warning) and warning.format(os.uname().nodename) in "".join(warnings)
 
 
 @pytest.mark.parametrize("name", ["a", "a/b", "", "..", "-x", "\u540d\u524d", "x" * 300, "a b\n"])

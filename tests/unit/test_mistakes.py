@@ -197,33 +197,43 @@ def test_a_workspace_without_a_docker_daemon(torchx: Command, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("resources", "warning"),
+    ("component", "warning"),
     [
         (
-            "",
-            "role x starts 8 ranks on each host, which asks for 2 CPUs and no GPU. Give --gpu 8, or --cpu 8 for ranks",
+            "monarch.spmd -j 2x8 x.py",
+            "role x: each host is for 8 ranks and asks for 2 CPUs, no GPU and 1024 MB of memory. Give --gpu 8, or "
+            "--cpu 8 for ranks without GPUs, and --memMB",
         ),
-        ("--gpu 4 --cpu 32", "asks for 4 GPUs."),
-        ("--gpu 8 --cpu 4", ""),
-        ("--cpu 8", ""),
+        ("monarch.spmd -j 2x8 --gpu 4 --cpu 32 --memMB 64000 x.py", "asks for 32 CPUs, 4 GPUs and 64000 MB"),
+        ("monarch.spmd -j 2x8 --gpu 8 --cpu 4 x.py", "4 CPUs, 8 GPUs and 1024 MB"),
+        ("monarch.spmd -j 2x8 --gpu 8 --memMB 4096 x.py", ""),
+        ("monarch.spmd -j 2x8 --cpu 8 --memMB 4096 x.py", ""),
+        ("monarch.spmd --nproc 2 x.py", ""),
+        ("monarch.ft -j 2x8 x.py", "role group0, group1: each host is for 8 ranks and asks for 2 CPUs, no GPU"),
+        (
+            "monarch.hosts -j 2x8 --gpu 8",
+            "role hosts: each host is for 8 ranks and asks for 2 CPUs, 8 GPUs and 1024 MB",
+        ),
+        ("monarch.hosts -j 2x0", ""),
+        ("utils.echo", ""),
     ],
 )
-def test_a_dry_run_without_a_cluster_warns_of_few_resources(
-    resources: str,
-    warning: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
+def test_a_submission_warns_of_few_resources(
+    torchx: Command, component: str, warning: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    main(f"run -s monarch_slurm --dryrun {component}".split())
+    warnings = [record.getMessage() for record in caplog.records if "each host" in record.getMessage()]
+    assert len(warnings) == bool(warning) and warning in "".join(warnings)
+
+
+def test_a_dry_run_needs_no_cluster(
+    torchx: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, value in {"DOCKER_HOST": "unix:///nonexistent", "KUBECONFIG": "/nonexistent"}.items():
         monkeypatch.setenv(name, value)
     offline = "-cfg validate_spec=False,namespace=n"
-    main(f"run -s monarch_kubernetes {offline} --dryrun monarch.spmd -j 2x8 {resources} --image i x.py".split())
+    main(f"run -s monarch_kubernetes {offline} --dryrun monarch.spmd --image i x.py".split())
     assert "kind: Job" in capsys.readouterr().out
-    warnings = [record.getMessage() for record in caplog.records if "ranks on each host" in record.getMessage()]
-    assert len(warnings) == bool(warning) and warning in "".join(warnings)
 
 
 @pytest.mark.parametrize("waits", [True, False])

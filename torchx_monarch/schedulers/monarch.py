@@ -29,6 +29,7 @@ from torchx_monarch.backends.core.options import (
     warn_of_mounts,
 )
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.command.allocation_spec import AllocationSpec
 from torchx_monarch.command.command import CommandError
 from torchx_monarch.command.rank_command import rank_command
 from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
@@ -60,6 +61,10 @@ They are drawn with the system's randomness: programs that submit several jobs s
 
 _LOCAL_IMAGE = "sha256:"
 """The beginning of the name of an image that is on this machine alone (``DockerWorkspaceMixin``)."""
+
+
+_RANK_MEMORY = 512
+"""MB of memory with which a rank can do little: an interpreter that has imported torch's CPU build has 230."""
 
 
 class InvalidCommandError(UserError):
@@ -401,12 +406,23 @@ def push_images(workspace: WorkspaceMixin[Any] | None, images: Any) -> None:
 
 
 def _warn_of_few_resources(app: AppDef) -> None:
-    """Warn of roles whose hosts start more ranks than they ask for GPUs, or for CPUs if they ask for no GPU."""
+    """Warn of roles whose hosts have fewer GPUs than ranks, or fewer CPUs if they have no GPU, or little memory."""
+    roles: dict[str, list[str]] = {}
     for role in app.roles:
-        found = rank_command(role)
-        ranks = found.ranks_per_host if found is not None else None
-        gpus, cpus = max(0, role.resource.gpu), max(0.0, role.resource.cpu)
-        if ranks is not None and 0 < (gpus or cpus) < ranks:
-            asked = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else f"{cpus:g} CPU{'s' * (cpus > 1)} and no GPU"
+        ranks = _ranks_per_host(role)
+        gpus, cpus, memory = max(0, role.resource.gpu), max(0.0, role.resource.cpu), max(0, role.resource.memMB)
+        if 0 < (gpus or cpus) < ranks or 0 < memory < ranks * _RANK_MEMORY:
+            asked = f"{cpus:g} CPU{'s' * (cpus > 1)}, {gpus or 'no'} GPU{'s' * (gpus > 1)} and {memory} MB of memory"
             give = f"Give --gpu {ranks}, or --cpu {ranks} for ranks without GPUs, and --memMB"
-            _log.warning("role %s starts %d ranks on each host, which asks for %s. %s", role.name, ranks, asked, give)
+            roles.setdefault(f"is for {ranks} ranks and asks for {asked}. {give}", []).append(role.name)
+    for text, names in roles.items():
+        _log.warning("role %s: each host %s", ", ".join(names), text)
+
+
+def _ranks_per_host(role: Role) -> int:
+    """Return how many ranks each host of a role starts, or is to be ready for; 0 if that is not known here."""
+    command = rank_command(role)
+    if command is not None and command.kind == "hosts":
+        nproc = AllocationSpec.from_command(command, role.env, role.num_replicas, role.name).nproc
+        return int(nproc) if nproc.isdecimal() else 0
+    return (command.ranks_per_host or 0) if command is not None else 0

@@ -19,7 +19,7 @@ from torchx_monarch.backends.core.options import MonarchOpts, QueueOpts, check_q
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.local import folder, machine_queue, render, submit
+from torchx_monarch.backends.local import folder, gpus, machine_queue, render, submit
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.insight import events
@@ -53,12 +53,15 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: LocalOpts) -> LocalRequest:
         counts = [role.resource.gpu for role in app.roles for _ in range(role.num_replicas) if role.resource.gpu > 0]
-        if len(counts) > 1 and not options.gpus:
-            _log.warning(
-                "several replicas of this app ask for GPUs, and all of them will see all GPUs of this machine; "
-                "-cfg gpus=%d divides so many between them",
-                sum(counts),
-            )
+        if counts and not options.gpus:
+            machine, has = f"this machine ({os.uname().nodename})", len(gpus.devices(os.environ))
+            if has < max(counts):
+                _log.warning(
+                    "a replica of this app asks for --gpu %d, and %s has %s", max(counts), machine, has or "none"
+                )
+            elif len(counts) > 1:
+                shared = f"{len(counts)} replicas of this app ask for GPUs, and each will see all {has} of {machine}"
+                _log.warning("%s; -cfg gpus=%d divides so many between them", shared, sum(counts))
         request = render.render(app, submitted.roles, grace=options.grace)
         replicas = sum(len(role.replicas) for role in request.roles if not role.spec.sidecar)
         if options.gpus % max(1, replicas):

@@ -31,6 +31,6 @@ def devices(environ: Mapping[str, str]) -> list[str]:
             ["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=30, env=dict(environ)
         )
     except (OSError, ValueError, subprocess.SubprocessError) as e:
-        _log.warning("no GPU can be assigned: %s", e)
+        _log.warning("nvidia-smi, which lists GPUs, fails: %s", e)
         return []
     return [str(i) for i, line in enumerate(line for line in listed.stdout.splitlines() if line.startswith("GPU "))]
