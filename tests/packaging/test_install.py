@@ -11,6 +11,7 @@ import configparser
 import email
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -61,19 +62,19 @@ class Environment:
         path = f"{self.bin}{os.pathsep}{env['PATH']}"
         return env | {"PATH": path, "HOME": str(self.cwd), "MONARCH_STATE_DIR": str(self.cwd / "state"), **more}
 
-    def run(self, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """The command's result; fails the test when it exits with anything but 0."""
+    def run(self, *command: str, exit_code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+        """The command's result; fails the test when it exits with another code."""
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=240, env=self.env(**env), cwd=self.cwd, check=False
         )
-        assert result.returncode == 0, f"{command}: exit code {result.returncode}\n{result.stdout}\n{result.stderr}"
+        assert result.returncode == exit_code, f"{command}: {result.returncode}\n{result.stdout}\n{result.stderr}"
         return result
 
-    def torchx(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return self.run(str(self.bin / "torchx"), *args, **env)
+    def torchx(self, *args: str, exit_code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+        return self.run(str(self.bin / "torchx"), *args, exit_code=exit_code, **env)
 
     def python(self, code: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return self.run(str(self.bin / "python"), "-c", code, **env)
+        return self.run(str(self.bin / "python"), "-c", code, exit_code=0, **env)
 
 
 def build(folder: Path) -> Path:
@@ -235,6 +236,43 @@ def test_either_channel_alone_is_enough(plain: Environment, installed: Environme
     assert set(after) == set(before) | OURS
     assert after[0] == before[0]
     assert "grace" in installed.torchx("runopts", "monarch_local", TORCHX_PLUGINS_SOURCE=source).stdout
+
+
+@pytest.mark.parametrize("source", ["NAMESPACE_PKG", "ENTRYPOINT", "NAMESPACE_PKG | PluginSource.ENTRYPOINT"])
+def test_a_registry_of_each_kind_finds_each_scheduler_once(installed: Environment, source: str) -> None:
+    """Whatever TORCHX_PLUGINS_SOURCE says of TorchX's own registry."""
+    code = f"""
+from torchx.plugins import PluginRegistry, PluginType
+from torchx.plugins._registry import PluginSource
+registry = PluginRegistry(plugin_sources=PluginSource.{source})
+found = registry.get(PluginType.SCHEDULER)
+print(*found, *registry.load_errors())
+assert type(found["monarch_local"]("torchx")).__name__ == "MonarchScheduler"
+"""
+    done = installed.python(code)
+    first, *others = done.stdout.split()
+    assert (first, sorted(others), done.stderr) == (DEFAULTS[0], sorted(OURS), "")
+
+
+def test_a_section_of_torchxconfig_wraps_a_scheduler(installed: Environment) -> None:
+    (page,) = re.findall(r"```ini\n(.*?)```", (ROOT / "docs/how_to/write_a_backend.md").read_text(), re.DOTALL)
+    config = installed.cwd / ".torchxconfig"
+    try:
+        config.write_text(page.replace("= acme", "= local_cwd"))
+        done = installed.torchx("run", "--wait", "--log", "utils.echo", "--msg", "ready")  # by [cli:run] of the page
+        assert "monarch_acme://torchx/echo-" in done.stdout and "echo/0 ready" in done.stderr
+        assert "auto_set_cuda_visible_devices" in installed.torchx("runopts", "monarch_acme").stdout
+        for line, said in (
+            ("a = nosuch", "[monarch_wrap] a = nosuch of .torchxconfig: there is no scheduler nosuch."),
+            ("a = monarch_local", "monarch_local is a scheduler of torchx-monarch, which needs no wrapping"),
+            ("a = b\nb = a", "[monarch_wrap] a = b of .torchxconfig: b is a scheduler of torchx-monarch, which"),
+            ("a = local_cwd\nslurm = slurm", "[monarch_wrap] slurm = slurm of .torchxconfig is ignored"),
+        ):
+            config.write_text(f"[monarch_wrap]\n{line}\n")
+            done = installed.torchx("run", "-s", "a", "--dryrun", "utils.echo", exit_code="ignored" not in said)
+            assert said in done.stderr and "Traceback" not in done.stderr
+    finally:
+        config.unlink()
 
 
 # --- sub-commands

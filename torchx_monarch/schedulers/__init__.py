@@ -6,7 +6,7 @@ The module is light to import: a factory imports its backend when it is called.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -89,6 +89,53 @@ monarch_aws_batch = _factory("monarch_aws_batch", "aws_batch.backend", "AWSBatch
 
 NAMES = tuple(_BACKENDS)
 """The names of this package's schedulers."""
+
+_WRAP_SECTION = "monarch_wrap"
+"""The section of ``.torchxconfig`` that registers schedulers: ``corp = theirs`` is ``theirs``, wrapped."""
+
+
+@cache
+def configured_wraps() -> dict[str, str]:
+    """Return the names of the schedulers that ``.torchxconfig`` has wrapped, by the names under which it does so.
+
+    Names that exist are left out with a warning. TorchX reports a file that it cannot read.
+    """
+    import configparser
+    import logging
+
+    from torchx.runner.config import find_configs
+    from torchx.schedulers import DEFAULT_SCHEDULER_MODULES
+
+    found: dict[str, str] = {}
+    try:
+        for path in find_configs():
+            parser = configparser.ConfigParser(interpolation=None)
+            parser.optionxform = str  # type: ignore[assignment,method-assign]
+            parser.read(path)
+            if parser.has_section(_WRAP_SECTION):
+                found = {**dict(parser[_WRAP_SECTION]), **found}
+    except (OSError, UnicodeDecodeError, configparser.Error):
+        return {}
+    for name in [name for name in found if name in (*NAMES, *DEFAULT_SCHEDULER_MODULES, found[name])]:
+        line = f"[{_WRAP_SECTION}] {name} = {found.pop(name)} of .torchxconfig"
+        advice = f"{name} is a scheduler already; give another name, such as my_{name}"
+        logging.getLogger("torchx_monarch").warning("%s is ignored: %s", line, advice)
+    return found
+
+
+def create_wrapped(name: str, wrapped: str, session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
+    """Create a scheduler of ``configured_wraps``; raise UserError if the one that it wraps cannot be wrapped."""
+    from torchx.schedulers import get_scheduler_factories
+
+    from torchx_monarch.backends.core.errors import UserError
+
+    factories = get_scheduler_factories()
+    if wrapped not in factories:
+        raise UserError(f"[{_WRAP_SECTION}] {name} = {wrapped} of .torchxconfig: {no_scheduler(wrapped)}")
+    if wrapped in (*NAMES, *configured_wraps()):
+        why = f"{wrapped} is a scheduler of torchx-monarch, which needs no wrapping"
+        raise UserError(f"[{_WRAP_SECTION}] {name} = {wrapped} of .torchxconfig: {why}")
+    return wrap(name, session_name, factories[wrapped](session_name, **kwargs))
 
 
 def wrap(

@@ -47,6 +47,20 @@ def put_option(options: runopts, name: str, option: runopt) -> None:
     options._opts[name] = option
 
 
+def asking_registry_reads_entry_points() -> bool:
+    """Return whether the registry of plugins that collects the caller's module (``dir``) reads entry points, too.
+
+    A registry does not tell the modules that it collects how it was made.
+    """
+    import sys
+
+    from torchx.plugins import PluginRegistry
+    from torchx.plugins._registry import PluginSource
+
+    registry = sys._getframe(2).f_locals.get("self")
+    return isinstance(registry, PluginRegistry) and PluginSource.ENTRYPOINT in registry._plugin_sources
+
+
 def apply_pod_overlay(pod: V1Pod, overlay: dict[str, Any]) -> None:
     """Merge a role's overlay into the pod that TorchX has rendered for the role, as TorchX's own scheduler does."""
     from torchx.schedulers.kubernetes_scheduler import _apply_pod_overlay

@@ -48,8 +48,8 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
 
     options = KubernetesOpts
     retired_options = {
-        "mode": "each role is an Indexed Job. For Volcano wrap TorchX's scheduler `kubernetes`, as "
-        "docs/how_to/write_a_backend.md says"
+        "mode": "each role is an Indexed Job. For Volcano wrap TorchX's scheduler `kubernetes`: write the section "
+        "[monarch_wrap] with the line `monarch_volcano = kubernetes` into .torchxconfig, and use -s monarch_volcano"
     }
     capabilities = Capabilities(
         limits_resources=True,
