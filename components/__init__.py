@@ -53,7 +53,7 @@ def spmd(
         nproc: processes per node: a number, or auto, gpu, cpu, xpu (default: that of -j, or 2)
         nnodes: number of nodes (default: that of -j, or 1)
         j: nodes and processes per node, [NNODES[+SPARES]x]NPROC; with -h a bare number is nodes, one process per GPU
-        name: {experiment}/{run}, {experiment}/, /{run} or {run} (default run: the program's name)
+        name: {experiment}/{run}, {experiment}/, /{run} or {run} of the app (default run: the program's name)
         image: container image, or directory, in which the job runs
         h: a registered named resource (takes precedence over cpu, gpu, memMB)
         cpu: cpus per node
@@ -137,7 +137,7 @@ def ft(
         min_groups: the job fails when fewer groups than this can go on
         lighthouse: address of a lighthouse of yours, http://HOST:PORT (default: one is started)
         heartbeat_timeout_ms: milliseconds of a lost group's silence until the others go on without it
-        name: {experiment}/{run}, {experiment}/, /{run} or {run} (default run: the program's name)
+        name: {experiment}/{run}, {experiment}/, /{run} or {run} of the app (default run: the program's name)
         image: container image, or directory, in which the job runs
         h: a registered named resource of each node (takes precedence over cpu, gpu, memMB)
         cpu: cpus per node
@@ -267,7 +267,7 @@ def controller(
         m: module to run instead of a script, as `python -m` does
         script: script to run (default: the first argument that is not an option)
         meshes: number of hosts of each mesh: NAME=N,NAME=N (default: hosts=1)
-        name: {experiment}/{run}, {experiment}/, /{run} or {run} (default run: the program's name)
+        name: {experiment}/{run}, {experiment}/, /{run} or {run} of the app (default run: the program's name)
         image: container image, or directory, in which the job runs
         h: a registered named resource of each host (takes precedence over cpu, gpu, memMB)
         cpu: cpus per host

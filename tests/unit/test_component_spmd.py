@@ -33,13 +33,7 @@ from torchx_monarch.model.role_spec import is_sidecar
 
 
 def parsed(words: list[str], component: Callable[..., AppDef] = spmd) -> ComponentArguments:
-    parameters = inspect.signature(component).parameters.values()
-    options = {
-        parameter.name: parameter.annotation
-        for parameter in parameters
-        if parameter.kind is not parameter.VAR_POSITIONAL
-    }
-    found = component_arguments(f"monarch.{component.__name__}", words, options, len(options) < len(parameters))
+    found = component_arguments(f"monarch.{component.__name__}", component, words)
     assert found is not None
     return found
 
@@ -388,7 +382,7 @@ def test_other_components() -> None:
 
 
 def test_help_is_torchx_s() -> None:
-    assert component_arguments("monarch.spmd", ["--nproc", "4", "--help"], {"nproc": str}, program=True) is None
+    assert component_arguments("monarch.spmd", spmd, ["--nproc", "4", "--help"]) is None
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))))

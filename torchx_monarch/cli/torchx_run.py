@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.machinery
-import inspect
 import os
 import shutil
 import sys
@@ -95,14 +94,8 @@ def _checked(args: argparse.Namespace) -> list[str]:
 
     from torchx_monarch.command.component_arguments import ComponentArgumentError, component_arguments
 
-    parameters = inspect.signature(function).parameters.values()
-    options = {
-        parameter.name: parameter.annotation
-        for parameter in parameters
-        if parameter.kind is not parameter.VAR_POSITIONAL
-    }
     try:
-        parsed = component_arguments(component, words, options, program=len(options) < len(parameters))
+        parsed = component_arguments(component, function, words)
     except ComponentArgumentError as error:
         _exit(str(error))
     if parsed is None:

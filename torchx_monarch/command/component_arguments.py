@@ -8,6 +8,7 @@ to type instead of an option that does not exist. TorchX's then gets words that 
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,6 +22,9 @@ from torchx_monarch.model.spelling import did_you_mean
 
 _PROTECTION = "\0"
 """Prefix of a word that TorchX's parser must not take for an option. Arguments from a shell cannot hold a NUL."""
+
+_PROGRAM = "script_args"
+"""The parameter of a component that takes a program with its arguments."""
 
 _PROGRAMS = frozenset(("m", "script"))
 """The options whose value is the program, after which all words are the program's."""
@@ -95,14 +99,15 @@ def options_among(words: Sequence[str], options: Collection[str]) -> list[str]:
 
 
 def component_arguments(
-    component: str, words: Sequence[str], options: Mapping[str, object], program: bool
+    component: str, function: Callable[..., object], words: Sequence[str]
 ) -> ComponentArguments | None:
     """Parse the arguments of a component; return None if they ask for its help text.
 
     Args:
-        options: the component's options by the names of its parameters, with the types of their values.
-        program: whether the component takes a program with arguments.
+        function: the component, each of whose parameters is an option; ``*script_args`` takes a program with arguments.
     """
+    parameters = inspect.signature(function).parameters
+    options = {name: parameter.annotation for name, parameter in parameters.items() if name != _PROGRAM}
     given: dict[str, str] = {}
     of_torchrun: list[str] = []
     rest = iter(words)
@@ -131,7 +136,7 @@ def component_arguments(
     if of_torchrun:
         given[_TORCHRUN] = f"{given.get(_TORCHRUN, '')} {shlex.join(of_torchrun)}".strip()
     typed = [*([] if word == "--" else [word]), *rest]
-    if typed and not program:
+    if typed and _PROGRAM not in parameters:
         hint = " Options are spelled with their names, such as -j 2x4." if "j" in options else ""
         raise ComponentArgumentError(f"{component} runs no program, and {typed[0]!r} is none of its options.{hint}")
     replaced = [other for name in given for other in _REPLACED.get(name, ()) if other in options]
