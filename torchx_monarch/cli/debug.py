@@ -65,14 +65,12 @@ def run(args: argparse.Namespace) -> None:
 
 def _print(found: list[Breakpoint]) -> None:
     rows = [
-        [
-            *(str(place.rank), str(place.pid), f"{place.file}:{place.line}", place.function),
-            "yes" if place.attached else "no",
-        ]
+        (place.rank, place.pid, f"{place.file}:{place.line}", place.function, "yes" if place.attached else "no")
         for place in found
     ]
     if rows:
-        print_table(["rank", "pid", "at", "in", "attached"], [[one_line(cell, 300) for cell in row] for row in rows])
+        titles = ["rank", "pid", "at", "in", "attached"]
+        print_table(titles, [[one_line(str(cell), 300) for cell in row] for row in rows])
 
 
 # -- the rank and the terminal -----------------------------------------------------------------------------------------

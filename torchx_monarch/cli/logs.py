@@ -178,7 +178,7 @@ class _Printer:
         self._unfinished: set[Source] = set()
         # On a terminal a progress bar moves, unless its states had a time each.
         is_live = self._is_terminal and not timestamps and not as_json
-        self._states = {} if is_live else {source: LastStates(parser) for source, parser in self._parsers.items()}
+        self._states = {source: LastStates(parser.parse) for source, parser in self._parsers.items() if not is_live}
 
     def parsed(self, merged: Iterable[tuple[Source, TimedLine]], ranks: Sequence[range] | None) -> Iterator[_Line]:
         """Parse lines; yield those of some ranks, or all if that is None."""

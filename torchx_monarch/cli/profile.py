@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--idle", action="store_true", help="with threads that wait, such as in a collective")
     parser.add_argument(
-        *("-o", "--output"),
+        "-o",
+        "--output",
         default="profile.svg",
         metavar="FILE",
         type=_output,

@@ -8,7 +8,6 @@ import time
 
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
 from torchx_monarch.cli.output import add_json, print_json, print_table
-from torchx_monarch.exceptions import AllocationError
 from torchx_monarch.system.untrusted_text import one_line
 
 _START_TIMEOUT = 15.0
@@ -22,10 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print a table of the runs."""
-    hosts, rows = hosts_of(args, _START_TIMEOUT), []
-    if (status := hosts.ask_status()) is not None and status.message:
-        raise AllocationError(f"{status.message}, and has no runs; its state: torchx monarch status {args.handle}")
-    runs = hosts.runs()
+    runs, rows = hosts_of(args, _START_TIMEOUT).runs(), []
     if args.json:
         print_json(runs)
         return

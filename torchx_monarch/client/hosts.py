@@ -286,8 +286,7 @@ class Hosts:
                 reason = str(error)
             except UnreachableError as error:
                 self._target = None  # the scheduler may have restarted replica 0 at another address
-                self._check_worth(error)
-                reason = self._describe_wait(error, time.monotonic() - started)
+                reason = self._reason_to_wait(error, time.monotonic() - started)
             if reason != reported and on_progress is not None:
                 on_progress(f"waiting for {reason}")
             reported = reason
@@ -309,8 +308,8 @@ class Hosts:
             why = f": {reason}" if reason else ""
             raise AllocationError(f"{self.handle} has ended ({name}){why}. Its log: torchx log {self.handle}")
 
-    def _check_worth(self, error: UnreachableError) -> None:
-        """Raise if waiting for hosts that cannot be reached does not help.
+    def _reason_to_wait(self, error: UnreachableError, seconds: float) -> str:
+        """Return what hosts that were not reached for some seconds are waited for; raise if waiting does not help.
 
         An address from the user that has answered before is not waited for: no scheduler can tell whether the hosts
         behind it have ended.
@@ -318,9 +317,6 @@ class Hosts:
         self.check_alive()
         if error.final or (self._address and self._contact is _Contact.MADE):
             raise error
-
-    def _describe_wait(self, error: UnreachableError, seconds: float) -> str:
-        """Return what hosts that could not be reached for some seconds are waited for."""
         if self._contact is _Contact.RELEASED:
             return "the end of the hosts"
         if self._address:

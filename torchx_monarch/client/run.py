@@ -22,7 +22,7 @@ from torchx_monarch.client.result import RankOutput, RunResult, rank_result
 from torchx_monarch.client.run_options import Output, check_output
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
 from torchx_monarch.function import MAX_VALUE_BYTES
-from torchx_monarch.insight.log_lines import LogLine, is_coloured, is_terminal, last_state
+from torchx_monarch.insight.log_lines import LastStates, LogLine, is_coloured, is_terminal
 from torchx_monarch.model.codec import decode
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system.line_output import LineOutput
@@ -195,43 +195,39 @@ class _RankLines:
     """Decide how the output of the ranks looks on one stream.
 
     torchrun's prefix is shown as ``[3] ``. On a terminal all lines have that prefix, also those of ranks without
-    ``--tee`` and those with a prefix of the user's; in a file or a pipe these lines are as the host has sent them.
+    ``--tee`` and those with a prefix of the user's; in a file or a pipe these lines are as the host has sent them, and
+    of progress bars the last states. The cell of a notebook shows how a bar moves, as a terminal does.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
         self._is_terminal = is_terminal(stream)
         self._is_coloured = is_coloured(stream)
+        self._has_last_states = isinstance(stream, io.TextIOWrapper) and not self._is_terminal
         self._placed = LineOutput()
         self._unfinished: set[int] = set()
-        # The cell of a notebook shows how a bar moves, as a terminal does.
-        self._has_last_states = isinstance(stream, io.TextIOWrapper) and not self._is_terminal
-        self._bars: dict[int, tuple[str, int]] = {}
+        self._states: dict[int, LastStates] = {}
 
     def place(self, rank: int, text: str, prefix: int) -> str:
         """Return what to write for lines, or a piece of a line, of a rank; each has a prefix of a length."""
-        shown = []
         mark = f"[{rank}] " if prefix or self._is_terminal else ""
-        for line in _LINES.findall(self._bars.pop(rank, ("", 0))[0] + text):
-            begun = rank in self._unfinished
-            if self._has_last_states and "\r" in line and not begun:
-                head, state = line[:prefix], last_state(line[prefix:])
-                if not line.endswith("\n"):
-                    self._bars[rank] = f"{head}\r{state}", prefix
-                    continue
-                if "\r" in line[prefix:].rstrip("\r\n") and not state.strip():
-                    continue  # the bar has removed itself, as tqdm's with leave=False
-                line = head + state
-            shown.append(line if begun else self._line(LogLine(line[prefix:], mark, rank)))
-            (self._unfinished.discard if line.endswith("\n") else self._unfinished.add)(rank)
-        if not shown:
-            return ""
+
+        def parse(piece: str) -> LogLine:
+            return LogLine(piece[prefix:], mark, rank)
+
+        if self._has_last_states:
+            states = self._states.setdefault(rank, LastStates(parse))
+            return "".join(line.plain() for piece in _LINES.findall(text) for _, line in states.feed(piece))
+        shown = []
+        for piece in _LINES.findall(text):
+            shown.append(piece if rank in self._unfinished else self._line(parse(piece)))
+            (self._unfinished.discard if piece.endswith("\n") else self._unfinished.add)(rank)
         lead = self._line(LogLine("", mark, rank)) if self._is_terminal else ""
         placed = self._placed.place(rank, "".join(shown).encode(errors="surrogateescape"), lead.encode())
         return placed.decode(errors="surrogateescape")
 
     def rest(self) -> str:
-        """Return what to write for bars that have not ended when the run has."""
-        return "".join(self.place(rank, "\n", prefix) for rank, (_, prefix) in list(self._bars.items()))
+        """Return what to write at the end of the run for bars, and lines that have not ended."""
+        return "".join(line.plain() for states in self._states.values() for _, line in states.rest())
 
     def _line(self, line: LogLine) -> str:
         return line.on_terminal(self._is_coloured) if self._is_terminal else line.plain()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TextIO
 
@@ -115,14 +115,17 @@ class LineParser:
 
 
 class LastStates:
-    """Parse the lines of one replica for files and pipes, with one line for each progress bar: its last state.
+    """Parse the lines of one replica or rank for files and pipes, with one line for each progress bar: its last state.
 
     A program redraws a bar after a carriage return. In a log the lines of other ranks come between its states: what
     follows them is marked with ``CONTINUED``. So a bar is held until its rank writes another line, or the log ends.
+
+    Args:
+        parse: parses one line, or the beginning of one.
     """
 
-    def __init__(self, parser: LineParser) -> None:
-        self._parser = parser
+    def __init__(self, parse: Callable[[str], LogLine]) -> None:
+        self._parse = parse
         self._unfinished: tuple[float, LogLine] | None = None
         self._bars: dict[int | None, tuple[float, LogLine]] = {}
 
@@ -132,7 +135,7 @@ class LastStates:
             begun = self._unfinished[1]
             line = replace(begun, text=begun.text + piece)
         else:
-            line = self._parser.parse(piece)
+            line = self._parse(piece)
         self._unfinished = None
         goes_on, is_bar = line.text.startswith(_CONTINUED), "\r" in line.text.rstrip("\r\n")
         state = last_state(line.text)
@@ -152,8 +155,8 @@ class LastStates:
     def rest(self) -> Iterator[tuple[float, LogLine]]:
         """Yield the bars, and the line without a line feed, that are held when the log has ended."""
         last = self._unfinished
-        if last is not None and "\r" in last[1].text.rstrip("\r\n"):
-            yield from self.feed("\n", last[0])
+        if last is not None and "\r" in last[1].text:
+            yield from self.feed("\n", last[0]) if last[1].text.strip() else ()  # a bar can have removed itself
             last = None
         yield from self._bars.values()
         if last is not None:

@@ -41,7 +41,7 @@ class LogDisplay:
     def show(self, pieces: Iterable[str], wanted: re.Pattern[str]) -> Iterator[str]:
         """Yield the lines to show: those that a regular expression matches without their colours."""
         if not self._is_terminal:
-            states = LastStates(self._parser)
+            states = LastStates(self._parser.parse)
             found = itertools.chain((line for piece in pieces for line in states.feed(piece)), states.rest())
             texts = (line.plain() for _, line in found)
             yield from filter(wanted.search, texts)
