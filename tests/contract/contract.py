@@ -239,7 +239,9 @@ class Contract(Groups):
     def test_an_elastic_role_does_without_a_replica(self, place: Place) -> None:
         ends = "int(sys.argv[1]) and sys.exit(3)\nwhile not told('go'):\n    time.sleep(0.1)"
         code = f"import os, sys, time\n{place.hears}\n{ends}"
-        role = place.role("env", "python", "-c", code, "${replica_id}", replicas=2, min_replicas=1)
+        role = place.role(
+            "sh", "-c", 'exec "$0" "$@"', "python", "-c", code, "${replica_id}", replicas=2, min_replicas=1
+        )
         handle = place.run(role)
         place.until(lambda: place.states(handle)["trainer/1"] is AppState.FAILED, "the failure", handle)
         place.tell("go")

@@ -39,9 +39,9 @@ def sh(command: str, name: str = "r", replicas: int = 1, **more: Any) -> Role:
 
 
 def py(code: str, *args: str, name: str = "r", replicas: int = 1, **more: Any) -> Role:
-    """A role that runs Python code in a plain process: behind `env`, no host process is put before it."""
-    words = [sys.executable, "-c", code, *args]
-    role = Role(name, image="", entrypoint="env", args=words, num_replicas=replicas, **more)
+    """A role that runs Python code in a plain process, before which no host process is put."""
+    words = ["-c", 'exec "$0" "$@"', sys.executable, "-c", code, *args]
+    role = Role(name, image="", entrypoint="sh", args=words, num_replicas=replicas, **more)
     return role
 
 

@@ -145,9 +145,8 @@ def test_words_arrive_as_they_are(apps: Detached, tmp_path: Path) -> None:
     script = folder / "scr ipt\u00fc.py"
     script.write_text("import json, os, sys\nprint(json.dumps([sys.argv[1:], os.environ['V'], os.getcwd()]))")
     args = ["a b", "", "'", '"', "$HOME", "a\nb", "\u65e5\u672c", "*", "\\", '--x=a b"c,d']
-    role = Role(
-        "r", image=str(folder), entrypoint="env", args=[sys.executable, str(script), *args], env={"V": "x\n'\u00e9 "}
-    )
+    words = ["-c", 'exec "$0" "$@"', sys.executable, str(script), *args]
+    role = Role("r", image=str(folder), entrypoint="sh", args=words, env={"V": "x\n'\u00e9 "})
     app_id = apps.run(role, name="n\u00e9w/\u540d 1")
     assert apps.wait(app_id).state is AppState.SUCCEEDED, apps.log(app_id)
     assert json.loads(apps.log(app_id)[0]) == [args, "x\n'\u00e9 ", str(folder)]

@@ -40,6 +40,8 @@ def meaning(text: str, env: Mapping[str, str] | None = None) -> Command:
 def test_torchrun(text: str, program: Program) -> None:
     command = meaning(text)
     assert (command.kind, command.program, command.interpreter) == ("torchrun", program, ())
+    assert command.torchrun == text.split()[0]
+    assert meaning(text.replace(command.torchrun, "torch.distributed.run", 1)) == replace(command, torchrun="")
 
 
 @pytest.mark.parametrize("module", ["torch.distributed.run", "torchrun"])

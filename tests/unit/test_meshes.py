@@ -128,7 +128,10 @@ def role(entrypoint: str, *args: str, replicas: int = 1) -> Role:
     [
         (["torchrun", "--tee", "3", "x.py", "$${V}"], [*WAITS, "torchrun", "--tee", "3", "x.py", "$${V}"]),
         (["python", "x.py"], [*WAITS, "python", "x.py"]),
-        (["workspace/entrypoint.sh", "torchrun", "x.py"], ["workspace/entrypoint.sh", *WAITS, "torchrun", "x.py"]),
+        *(
+            (["workspace/entrypoint.sh", *command], ["workspace/entrypoint.sh", *WAITS, *command])
+            for command in (["torchrun", "x.py"], ["python3", "x.py"], ["torch.distributed.run", "x.py"])
+        ),
         (["bash", "-c", f"{PROLOGUE}torchrun x.py"], ["bash", "-c", f"{PROLOGUE}{' '.join(WAITS)} torchrun x.py"]),
         ([*WAITS[:5], "--", "torchrun", "x.py"], [*WAITS[:5], "--", "torchrun", "x.py"]),
         (["python", "-m", "torchx_monarch.hosts"], ["python", "-m", "torchx_monarch.hosts"]),

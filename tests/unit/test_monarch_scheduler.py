@@ -67,6 +67,16 @@ def test_application_is_the_users_and_request_is_wrapped(runner: Runner, app: Ap
     assert "echo hello" in request
 
 
+def test_a_role_that_names_torchrun_and_has_no_hosts_is_warned_of(
+    runner: Runner, app: AppDef, caplog: pytest.LogCaptureFixture
+) -> None:
+    app.roles[1].entrypoint, app.roles[1].args = "echo", ["--msg", "torchrun"]
+    info = runner.dryrun(app, "monarch_local")
+    assert "['echo', '--msg', 'torchrun']" in str(info)
+    (line,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert line.startswith("role reader names torchrun, but not as its command, and runs as it is")
+
+
 def test_wraps_schedulers_that_build_workspaces(runner: Runner, app: AppDef) -> None:
     scheduler = runner._scheduler("monarch_slurm")
     assert isinstance(scheduler, WorkspaceMixin)

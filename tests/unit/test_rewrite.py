@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from torchx.specs import AppDef, RetryPolicy, Role, macros
 
 from torchx_monarch.command.command import CommandError, parse
 from torchx_monarch.command.rank_command import rank_command
-from torchx_monarch.command.rewrite import WrapOptions, rewrite
+from torchx_monarch.command.rewrite import WrapOptions, hold, rewrite
 from torchx_monarch.components import controller, ft, spmd
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.role_spec import RoleMetadataError
@@ -61,6 +62,7 @@ def rewritten(given: AppDef, options: WrapOptions = OPTIONS) -> Role:
     [
         ("torchrun train.py", 1),
         ("cd /w; torchrun --nproc-per-node 2 train.py --lr $LR", 2),
+        ("cd /w; torchrun train.py", 1),
         ("python train.py", 1),
         ("torchrun --nproc-per-node $N train.py", None),
         ("torchrun $OPTIONS train.py", None),
@@ -128,66 +130,116 @@ def test_an_entrypoint_with_dollars_stays_what_it_is_among_the_arguments() -> No
     assert values.apply(role).args[-2:] == ["/opt/$$a/${app_id}/torchrun", "a.py"]
 
 
+def marked(text: str) -> str:
+    """Replace host processes in a command by ``@``, or by ``@path`` where PATH decides what torchrun is."""
+    host = r"python -m torchx_monarch.host .*?(--interpreter path )?-- "
+    return re.sub(host, lambda found: "@path " if found[1] else "@ ", text)
+
+
+COMMANDS = """\
+@ torchrun a.py
+@ /opt/b/bin/torchrun a.py torchrun b.py
+@ torch.distributed.run a.py
+entrypoint.sh --verbose @path torchrun --nproc-per-node 2 a.py
+w/entrypoint.sh @path python pr.py
+w/entrypoint.sh @path python3 -um mod torchrun x
+w/entrypoint.sh @path torch.distributed.run a.py
+bash ./setup -v @path python -m torch.distributed.run a.py
+env -i @ torchrun a.py
+env -u X A=torchrun B=2 @ torchrun a.py
+env PATH=/b/bin @path torchrun a.py
+nohup nice -n 5 nice -5 @ torchrun a.py
+timeout -k 5 -s INT 30 @ python a.py
+stdbuf -oL setsid @ torchrun a.py
+command @ torchrun a.py
+exec -a x env @ torchrun a.py
+numactl -N0 --membind 0 -l -- @ torchrun a.py
+taskset -c 0-3 @ torchrun a.py
+chrt -b 0 ionice -c3 @ torchrun a.py
+nsys profile -t cuda,nvtx --stats=true -o x @ torchrun a.py
+ncu --set full -fo x @ torchrun a.py
+strace -fo x @ torchrun a.py
+perf record -g -F 99 -- @ torchrun a.py
+perf stat -e x @ torchrun a.py
+srun -n 1 --gpus 2 -l --mpi=none @ torchrun a.py
+conda run --no-capture-output -n x @path torchrun a.py
+/opt/micromamba run -n x @path python a.py
+uv run --with torchrun @path python t.py
+poetry run @path torchrun a.py
+pixi run @path torchrun a.py
+which torchrun
+grep -n torchrun x.log
+echo --msg torchrun
+axolotl train cfg.yml --launcher torchrun -- --nproc_per_node=2
+command -v torchrun
+perf report torchrun
+conda install torchrun
+uv run -m torch.distributed.run a.py
+taskset -p torchrun
+sudo torchrun a.py
+launch torchrun a.py
+env -u torchrun
+timeout torchrun
+env
+bash
+bash train.sh
+sleep 1
+python -V""".splitlines()
+
+
+@pytest.mark.parametrize("text", COMMANDS)
+def test_only_a_command_position_counts(text: str) -> None:
+    command = re.sub(r"(?<=exec -a x )env |@(path)? ", "", text)
+    role = rewritten(app(*shlex.split(command)))
+    assert marked(shlex.join([role.entrypoint, *role.args])) == text
+    assert marked(rewritten(app("sh", "-c", command)).args[1]) == text
+
+
 @pytest.mark.parametrize(
-    ("before", "command"),
+    "text",
     [
-        (["entrypoint.sh", "--verbose"], ["torchrun", "--nproc-per-node", "2", "a.py"]),
-        (["/opt/setup", "torchruns"], ["/venv/bin/torchrun", "a.py", "torchrun", "b.py"]),
-        (["bash", "entrypoint.sh"], ["python", "-m", "torch.distributed.run", "a.py"]),
-        (["env", "A=1"], ["torchrun", "a.py"]),
-        (["set$$up"], ["torchrun", "a.py"]),
+        "cd x && A=1 exec @path torchrun --tee 3 $$X | tee log",
+        "cd x&&@path torchrun a.py",
+        "(cd x; @path 'torchrun' a.py)",
+        "@ python a.py '$X' >log",
+        "pip install . && @path python -m torch.distributed.run a.py",
+        "python setup.py; @path torchrun a.py",
+        "source x/activate && exec @path torchrun a.py",
+        "PATH=x:$$PATH A=1 timeout 3 @path torchrun a.py",
+        "PYTHONPATH=x @ python a.py",
+        "@ torchrun --nnodes $N --nproc-per-node=$$N $$FLAGS a",
+        "env $$VARIABLES @ torchrun a.py",
+        "timeout $$T numactl $$OPTIONS @ $$VENV/bin/torchrun a.py",
+        "time -p @path torchrun a.py",
+        "command -v torchrun && @path torchrun a.py",
+        "grep torchrun x; which torchrun",
+        "$$RUNNER torchrun a.py",
+        "cd x && python a.py",
+        "bash -c 'torchrun a.py'",
+        "torchrun 'a",
     ],
 )
-def test_a_command_after_a_set_up_script(before: list[str], command: list[str]) -> None:
-    role = rewritten(app(*before, *command))
-    assert [role.entrypoint, *role.args] == [*before, "python", *HOST, *command]
-
-
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("torchrun a.py", "@ torchrun a.py"),
-        ("cd x && A=1 exec torchrun --tee 3 $$X | tee log", "cd x && A=1 exec @ torchrun --tee 3 $$X | tee log"),
-        ("cd x&&torchrun a.py", "cd x&&@ torchrun a.py"),
-        ("(cd x; 'torchrun' a.py)", "(cd x; @ 'torchrun' a.py)"),
-        ("python a.py '$X' >log", "@ python a.py '$X' >log"),
-        (
-            "pip install . && python -m torch.distributed.run a.py",
-            "pip install . && @ python -m torch.distributed.run a.py",
-        ),
-        ("python setup.py; torchrun a.py", "python setup.py; @ torchrun a.py"),
-        (
-            "torchrun --nnodes $N --nproc-per-node=$$N $$FLAGS a",
-            "@ torchrun --nnodes $N --nproc-per-node=$$N $$FLAGS a",
-        ),
-        ("echo torchrun", "echo torchrun"),
-        ("cd x && python a.py", "cd x && python a.py"),
-        ("torchrun 'a", "torchrun 'a"),
-    ],
+    "shell",
+    [("bash", "-c"), ("/bin/sh", "-ec"), ("zsh", "-o", "errexit", "-c"), ("env", "A=1", "timeout", "9", "sh", "-c")],
 )
-@pytest.mark.parametrize("shell", [("bash", "-c"), ("/bin/sh", "-ec"), ("zsh", "-o", "errexit", "-c")])
-def test_a_command_in_a_shell_string(shell: tuple[str, ...], text: str, expected: str) -> None:
-    role = rewritten(app(*shell, text, "name", "arg"))
-    assert [role.entrypoint, *role.args] == [*shell, expected.replace("@", TEXT), "name", "arg"]
+def test_a_command_in_a_shell_string(shell: tuple[str, ...], text: str) -> None:
+    role = rewritten(app(*shell, text.replace("@path ", "").replace("@ ", ""), "name", "arg"))
+    words = [role.entrypoint, *role.args]
+    assert marked(words.pop(len(shell))) == text
+    assert words == [*shell, "name", "arg"]
 
 
-@pytest.mark.parametrize(
-    "command", [["echo", "hello"], ["python", "-V"], ["sleep", "1"], ["bash", "train.sh"], ["bash"]]
-)
-def test_a_role_without_a_rank_program_stays(command: list[str]) -> None:
-    given = app(*command)
-    assert rewritten(given) == given.roles[0]
-
-
-def test_a_set_up_script_may_start_a_plain_python_itself() -> None:
-    given = app("entrypoint.sh", "python", "a.py", "torchrun", "x")
-    assert rewritten(given) == given.roles[0]
+def test_path_may_be_set_around_a_command() -> None:
+    assert marked(rewritten(app("bash", "-lc", "torchrun a.py")).args[1]) == "@path torchrun a.py"
+    assert "--interpreter" in rewritten(app("torchrun", "a.py", PATH="/b/bin")).args
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (app("torchrun", "a.py", replicas=2), "role 'trainer': torchrun option --nnodes=1 does not agree"),
+        (app("sh", "-c", "cd x && torchrun a.py", replicas=2), "role 'trainer': torchrun option --nnodes=1 does not"),
         (
             app("torchrun", "a.py", PET_EVENT_LOG_HANDLER="x"),
             "role 'trainer': torchrun option --event-log-handler=x is",
@@ -202,6 +254,10 @@ def test_a_set_up_script_may_start_a_plain_python_itself() -> None:
             app("sh", "-c", "for i in 1; do torchrun a; done"),
             "role 'trainer': the torchrun in the string of `sh -c` is in",
         ),
+        (
+            app("env", "-i", "torchrun", "--nnodes=2", "a.py", replicas=2),
+            "role 'trainer': `env -i` removes the variables",
+        ),
         (app("python", *HOST, "torchrun", "a.py"), "role 'trainer': The command already runs torchx_monarch.host."),
         (app("bash", "-c", f"cd x && {TEXT} torchrun a.py"), "role 'trainer': The command already runs"),
     ],
@@ -215,6 +271,9 @@ def test_refused(given: AppDef, message: str) -> None:
 def test_values_that_are_not_known_before_the_job_runs_are_left_to_the_host() -> None:
     rewritten(app("torchrun", "--node-rank", "${replica_id}", "--shutdown-timeout=${replica_id}", "a.py"))
     rewritten(app("torchrun", "a.py", PET_NODE_RANK="${replica_id}"))
+    rewritten(app("env", "PET_NNODES=2", "torchrun", "a.py", replicas=2))
+    for before in ("export PET_NNODES=2;", "PET_NNODES=2", "source env.sh &&", 'eval "$$X";'):
+        rewritten(app("bash", "-c", f"{before} torchrun a.py", replicas=2))
     rewritten(
         app("bash", "-c", "torchrun --nnodes=$N --max-restarts ${R:-3} --nproc-per-node `nproc` a.py", replicas=2)
     )
@@ -254,7 +313,8 @@ def test_wrapping_and_then_parsing_gives_the_command_back(start: list[str], args
     wrapped = [role.entrypoint, *role.args]
     program = wrapped.index("-m") - 1 if "entrypoint.sh" in start else 0
     command = wrapped[wrapped.index("--", program) + 1 :]
-    assert wrapped[program : len(wrapped) - len(command)] == ["python", *HOST]
+    by_path = ["--interpreter", "path"] if program else []
+    assert wrapped[program : len(wrapped) - len(command)] == ["python", *HOST[:-1], *by_path, "--"]
     original = [*start, *args][program:]
     assert command == original
     assert parse(command) == parse(original) is not None
@@ -408,3 +468,15 @@ def test_sidecars_run_without_hosts_where_one_role_alone_can_have_them() -> None
     made = rewrite(AppDef("app", roles), WrapOptions(rendezvous={"a": "tls:@MAIN:1"}, one_host_role=True))
     assert [spec.runs_hosts for spec in made.roles] == [True, False, False]
     assert made.app.roles[1].args == ["-m", "tensorboard.main"]
+
+
+def test_overrides_of_a_role_become_its_fields() -> None:
+    async def arguments() -> list[str]:
+        return ["--nproc-per-node", "2", "a.py"]
+
+    given = app("true")
+    given.roles[0].overrides = {"entrypoint": lambda: "torchrun", "args": arguments()}
+    for role in (rewrite(given, OPTIONS).app.roles[0], hold(given).roles[0]):
+        assert role.entrypoint == "python" and role.args[-4:] == ["torchrun", "--nproc-per-node", "2", "a.py"]
+        assert role.overrides == {}
+    assert (given.roles[0].entrypoint, given.roles[0].args[0]) == ("torchrun", "--nproc-per-node")

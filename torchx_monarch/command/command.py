@@ -75,12 +75,15 @@ class Command:
         interpreter: command line of the ranks' Python. For kind ``python``, the interpreter with its flags, as typed.
             For kind ``torchrun``, the interpreter that torchrun would use: ``$PYTHON_EXEC``, or X in
             ``X -m torch.distributed.run``. Empty for the interpreter of the host process.
+        torchrun: the executable as typed, whose first line names the interpreter if ``interpreter`` is empty; empty for
+            commands without it.
     """
 
     kind: Literal["torchrun", "python", "hosts", "actors"]
     options: TorchrunOptions
     program: Program
     interpreter: tuple[str, ...] = ()
+    torchrun: str = ""
 
     @property
     def ranks_per_host(self) -> int | None:
@@ -123,8 +126,8 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) ->
     if not argv:
         return None
     name = os.path.basename(argv[0])
-    if name == "torchrun":
-        return _torchrun(argv[1:], env, interpreter=())
+    if name in _TORCHRUN_MODULES:  # as a word of its own, torch.distributed.run is understood by monarch.job.spmd, too
+        return _torchrun(argv[1:], env, torchrun=argv[0] if name == "torchrun" else "")
     if not _PYTHON.fullmatch(name):
         return None
     found = _python(argv)
@@ -146,7 +149,9 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) ->
     return Command(kind, DEFAULTS, program, interpreter)
 
 
-def _torchrun(arguments: Sequence[str], env: Mapping[str, str], interpreter: tuple[str, ...]) -> Command | None:
+def _torchrun(
+    arguments: Sequence[str], env: Mapping[str, str], interpreter: tuple[str, ...] = (), torchrun: str = ""
+) -> Command | None:
     try:
         options, target, args = parse_options(arguments, env)
     except HelpRequested:
@@ -156,7 +161,7 @@ def _torchrun(arguments: Sequence[str], env: Mapping[str, str], interpreter: tup
     mode = "script" if options.run_path else "exec" if options.no_python else "module" if options.module else "script"
     if "PYTHON_EXEC" in env:
         interpreter = (env["PYTHON_EXEC"],)
-    return Command("torchrun", options, Program(mode, target, args), interpreter)
+    return Command("torchrun", options, Program(mode, target, args), interpreter, torchrun)
 
 
 def _python(argv: Sequence[str]) -> tuple[tuple[str, ...], Program] | None:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Rewrite the app that a user submits into the app that a backend runs, and derive what the backend must know of it.
 
-Rewriting puts the host process before the rank program: ``torchrun train.py`` becomes ``python -m torchx_monarch.host
-[options] -- torchrun train.py``. The rank program may be the role's command, part of the string of a ``bash -c``, or
-among the arguments of a set-up script. The words of the command and the rest of the role do not change. Commands and
-metadata of roles that are invalid raise ``CommandError`` and ``RoleMetadataError``, which name the role.
+Rewriting puts the host process before the rank command (``rank_command``): ``torchrun train.py`` becomes ``python -m
+torchx_monarch.host [options] -- torchrun train.py``. The words of the command and the rest of the role do not change.
+Commands and metadata of roles that are invalid raise ``CommandError`` and ``RoleMetadataError``, which name the role.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import copy
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
@@ -105,8 +104,8 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
 
     The roles also get the variables that programs of all backends have.
     """
-    rewritten = copy.deepcopy(app)
-    commands = [find_rank_command(role) for role in app.roles]
+    rewritten = _copy(app)
+    commands = [find_rank_command(role) for role in rewritten.roles]
     if options.one_host_role:
         for role, found in zip(app.roles[1:], commands[1:], strict=True):
             _check_other_role(role, found, app)
@@ -121,6 +120,18 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     if specs:
         specs[0] = replace(specs[0], on_end=options.spec.on_end)
     return Rewritten(rewritten, tuple(specs))
+
+
+def _copy(app: AppDef) -> AppDef:
+    """Return a copy of an app, in whose roles the fields have the values that ``Role.overrides`` gives them."""
+    roles = []
+    for role in app.roles:
+        values = {declared.name: getattr(role, declared.name) for declared in fields(role)}
+        role = copy.copy(role)
+        role.overrides = {}
+        vars(role).update({name: value for name, value in values.items() if name != "overrides"})
+        roles.append(role)
+    return copy.deepcopy(replace(app, roles=roles))
 
 
 def _check_other_role(role: Role, found: RankCommand | None, app: AppDef) -> None:
@@ -183,6 +194,7 @@ def _wrap(
         spares=spares,
         replacements=max(0, role.max_retries) if is_replaced else 0,
         peer_roles=coordination.peer_roles if role.name == coordination.server else 0,
+        interpreter="path" if found.sets_path else "own",
         on_end="" if options.supervised or not is_first else options.spec.on_end,
     )
     # TorchX or the backend fills in what these hold: an app's id, or the name of a host in it.
@@ -220,7 +232,7 @@ def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT) -> AppDef:
 
     Roles without a rank program do not change. The app ends with its first role; the other roles become sidecars.
     """
-    held = copy.deepcopy(app)
+    held = _copy(app)
     words = ["python", "-m", HOSTS_MODULE, "--idle-timeout", show_seconds(idle_timeout), "--"]
     commands = [(role, find_rank_command(role)) for role in held.roles]
     if not any(found for _, found in commands):
@@ -236,6 +248,8 @@ def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT) -> AppDef:
 
 def _insert(role: Role, found: RankCommand, words: Sequence[str]) -> None:
     """Insert the interpreter, and words escaped for TorchX, before the rank command of a role, in place."""
+    if found.is_renamed:  # Python finds its environment by its name
+        words = ["env", *words]
     python, *options = words
     if found.string is not None:
         # The value of a macro may be a shell variable (Slurm: $SLURM_JOB_ID), which expands within double quotes.

@@ -8,7 +8,6 @@ marks expansions in the words; the shell expands them when the job runs.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +19,10 @@ from torchx_monarch.command.torchrun_options import UNEXPANDED
 
 _MACROS = frozenset(macros.Values("", "", "", "").to_dict())
 
-_SHELLS = frozenset({"bash", "sh", "zsh", "dash"})
+SHELLS = frozenset({"bash", "sh", "zsh", "dash"})
 _SHELL_FLAGS_WITH_VALUE = frozenset({"--rcfile", "--init-file"})
 
-_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(\[[^]]*\])?\+?=", re.ASCII)
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(\[[^]]*\])?\+?=", re.ASCII)
 _OPENING, _QUOTED_OPENING = re.compile(r"""["`]|\$["'({]"""), re.compile(r'["`]|\$[({]')
 _PARAMETER = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]", re.ASCII)
 _REDIRECTION = re.compile(r"&>>?|<<<|<<-?|<>|<&|>>|>&|>\||[<>](?!\()")
@@ -31,9 +30,8 @@ _OPERATOR = re.compile(r"&&|\|\||;;&|;;|;&|\|&|[\n;&|()]")
 _PROCESS_SUBSTITUTION = re.compile(r"[<>]\(")
 _WORD_END = " \t\n;&|()<>"
 
-# Words that precede a command: reserved words of the shell, and programs that execute their arguments.
+# Reserved words that precede a command.
 _RESERVED = frozenset({"!", "{", "if", "then", "else", "elif", "while", "until", "do", "time"})
-_RUNNERS = frozenset({"exec", "command", "nohup", "env"})
 _LOOPS = frozenset({"for", "while", "until", "select"})
 
 
@@ -57,8 +55,8 @@ class SimpleCommand:
     """A command that the shell would execute.
 
     Attributes:
-        words: its words, without redirections and without a prefix such as assignments, ``exec``, ``env`` or ``then``.
-            Never empty.
+        words: its words, without redirections, and without assignments and reserved words (``then``) before it. Never
+            empty.
         alone: whether the string holds no other command and no operator.
         looped: whether it is inside a loop.
     """
@@ -98,13 +96,15 @@ def escape(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def command_string(entrypoint: str, args: Sequence[str]) -> int | None:
-    """Return the index in ``args`` of the string of ``-c``; None if ``entrypoint`` is not a shell or has no ``-c``."""
-    if os.path.basename(entrypoint) not in _SHELLS:
-        return None
-    position, reads_string = 0, False
-    while position < len(args):
-        word = args[position]
+def shell_operand(words: Sequence[str]) -> tuple[int, bool]:
+    """Return the index of the first word after the options of a shell, and whether it is the string of ``-c``.
+
+    Args:
+        words: the command, which begins with the shell. It may end before that word.
+    """
+    position, reads_string = 1, False
+    while position < len(words):
+        word = words[position]
         if word in ("-", "--"):
             position += 1
             break
@@ -116,7 +116,7 @@ def command_string(entrypoint: str, args: Sequence[str]) -> int | None:
             reads_string |= word[0] == "-" and "c" in word
             position += word[-1] in "oO"
         position += 1
-    return position if reads_string and position < len(args) else None
+    return position, reads_string
 
 
 def simple_commands(text: str) -> Iterator[SimpleCommand]:
@@ -148,10 +148,12 @@ def simple_commands(text: str) -> Iterator[SimpleCommand]:
 
 def _prefix(words: Sequence[Word]) -> int:
     """Return the number of ``words`` that precede the command itself."""
+    after_time = False
     for count, word in enumerate(words):
-        reserved = word.bare and word.value in _RESERVED
-        if not (reserved or word.value in _RUNNERS or _ASSIGNMENT.match(word.value)):
+        reserved = word.bare and (word.value in _RESERVED or (after_time and word.value == "-p"))
+        if not (reserved or ASSIGNMENT.match(word.value)):
             return count
+        after_time = word.value == "time"
     return len(words)
 
 
@@ -235,7 +237,7 @@ class _Scanner:
     def _word(self) -> Word:
         start, value, bare = self._position, "", True
         while character := self._peek():
-            opens_array = character == "(" and _ASSIGNMENT.fullmatch(self._text, start, self._position)
+            opens_array = character == "(" and ASSIGNMENT.fullmatch(self._text, start, self._position)
             if opens_array or _PROCESS_SUBSTITUTION.match(self._text, self._position):
                 self._position += 1 if opens_array else 2
                 self._until(")")

@@ -27,6 +27,7 @@ from torchx_monarch.controller.run_queue import VALUES_TIMEOUT, RunQueue
 from torchx_monarch.function import MAX_VALUE_BYTES, VALUE
 from torchx_monarch.host.code_distribution import HostCode, probe
 from torchx_monarch.host.host import Host
+from torchx_monarch.host.ranks.interpreter import with_interpreter
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.workload import Workload, check_script, log_folder
 from torchx_monarch.insight.run_log import RunLog
@@ -163,7 +164,7 @@ class LiveRuns(Workload):
         target = command.program_of(0).target
         hint = f". For the program: torchrun --no-python {target} …" if shutil.which(target) else ""
         check_script(command, cwd, hint)
-        return command
+        return with_interpreter(command, self._host.options, environ, cwd)
 
     async def _finish(self, token: str) -> None:
         """End a run and all its processes, and send its last output to the leader."""

@@ -30,6 +30,7 @@ from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.preflight import take_facts
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
+from torchx_monarch.host.ranks.interpreter import with_interpreter
 from torchx_monarch.host.ranks.rank_output import RankLogs
 from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.host.ranks.rank_starter import RankStarter
@@ -212,12 +213,15 @@ class BatchRun(Workload):
             command = self._script = parse_script(command, host.environ)
             host.environ[BATCH_JOB] = "1"
         check(command, replicas=options.world, role=options.role)
-        self.command = command
+        typed = command.interpreter
+        command = self.command = with_interpreter(command, options, host.environ, os.getcwd())
         host.read_grace(command)
         self._restarts = int(env_number(host.environ, "MONARCH_RESTART", 0))
         if self._script is None or options.replica == 0:
             check_script(command, os.getcwd())
         if options.replica == 0:
+            if command.interpreter != typed:
+                host.reporter.line(f"the ranks' interpreter is {command.interpreter[0]}")
             for line in unused_options(command.options, in_run=False):
                 host.reporter.line(line)
         return command

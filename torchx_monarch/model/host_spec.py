@@ -135,6 +135,8 @@ class HostSpec:
         peer_roles: of the first role: how many others end and restart with it when one of them has failed.
         application: of those others: where replica 0 of the first role listens.
         lighthouse: HOST:PORT of torchft's lighthouse, which ranks find in TORCHFT_LIGHTHOUSE.
+        interpreter: what torchrun and python without a folder mean in the command: this process's interpreter (own), or
+            what PATH finds, which something before the command may have changed (path).
         advertise: name or address by which other hosts connect to this one; empty: as they see it.
         command: the command of the role: the words after ``--``.
     """
@@ -163,6 +165,7 @@ class HostSpec:
     peer_roles: int = _count(0)
     application: str = _flag("")
     lighthouse: str = _flag("")
+    interpreter: str = _word("own", "path")
     ports: tuple[int, int] | None = _flag(None, parse=parse_ports, show=lambda ports: "-".join(map(str, ports)))
     bind: str = _flag("")
     advertise: str = _flag("")

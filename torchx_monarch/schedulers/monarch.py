@@ -31,7 +31,7 @@ from torchx_monarch.backends.core.options import (
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.command.allocation_spec import AllocationSpec
 from torchx_monarch.command.command import CommandError
-from torchx_monarch.command.rank_command import rank_command
+from torchx_monarch.command.rank_command import names_torchrun, rank_command
 from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
 from torchx_monarch.insight import events
 from torchx_monarch.model.check_result import CheckResult
@@ -139,6 +139,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         options = self._options(cfg)
         images = name_images(self.inner.workspace, app, options)
         rewritten = self._rewrite(app, options, cfg)
+        _warn_of_unused_torchrun(app)
         if self.inner.capabilities.limits_resources:
             _warn_of_few_resources(app)
         if not self.inner.makes_mounts(options):
@@ -403,6 +404,18 @@ def push_images(workspace: WorkspaceMixin[Any] | None, images: Any) -> None:
         workspace.push_images(images)
     except (DockerException, OSError, RuntimeError) as error:  # TorchX raises RuntimeError for a refused push
         raise SubmitError(f"the image with the workspace cannot be pushed: {error}") from error
+
+
+def _warn_of_unused_torchrun(app: AppDef) -> None:
+    """Warn of roles that name torchrun, but not where its ranks could be started on hosts."""
+    for role in app.roles:
+        if names_torchrun(role) and rank_command(role) is None:
+            _log.warning(
+                "role %s names torchrun, but not as its command, and runs as it is: such a torchrun finds no other "
+                "replica. To start ranks on hosts, make torchrun the command, or put it behind a runner (env, timeout, "
+                "numactl, nsys profile, conda run, ...) or a script (NAME.sh torchrun, bash SCRIPT torchrun)",
+                role.name,
+            )
 
 
 def _warn_of_few_resources(app: AppDef) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torchx_monarch.command.command import CommandError, parse
+from torchx_monarch.host.ranks.interpreter import with_interpreter
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.model.host_spec import HostSpec
 
@@ -76,9 +77,10 @@ def start_early(options: HostSpec, environ: Mapping[str, str]) -> ZygoteProcess 
     """
     try:
         command = parse(options.command, environ)
+        if command is None or command.kind in ("hosts", "actors"):
+            return None
+        command = with_interpreter(command, options, environ, os.getcwd())
     except CommandError:
-        return None
-    if command is None or command.kind in ("hosts", "actors"):
         return None
     run = RunSpec(command, dict(environ), options.preload_modules)
     if not run.preload or not run.presumed_count or run.why_no_python():
