@@ -11,6 +11,7 @@ from torchx.specs import AppDef, RetryPolicy, Role
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import ComponentValidationException
 
+from torchx_monarch.client.serve import command_app
 from torchx_monarch.command.allocation_spec import (
     AllocationSpec,
     parse_script,
@@ -20,6 +21,7 @@ from torchx_monarch.command.allocation_spec import (
 )
 from torchx_monarch.command.command import Command, CommandError, Program, parse
 from torchx_monarch.command.meshes import app_of_meshes, check_mesh_name, waiting
+from torchx_monarch.command.rank_command import find_rank_command
 from torchx_monarch.command.rewrite import WrapOptions, hold, rewrite
 from torchx_monarch.components import controller, hosts
 from torchx_monarch.model.role_spec import WorkloadKind
@@ -156,10 +158,35 @@ def test_refuses_to_hold_what_runs_no_ranks() -> None:
         hold(AppDef("app", [role("torchrun", "--nosuch", "x.py")]))
 
 
+@pytest.mark.parametrize(
+    ("command", "hosts"),
+    [
+        ("torchrun --nnodes 1:3 train.py", 3),
+        ("timeout 30 torchrun --nnodes 2 train.py", 2),
+        (["bash", "-c", "source env.sh; torchrun --nnodes 2 train.py"], 2),
+        (["workspace/entrypoint.sh", "python", "-m", "train"], 1),
+        (["torch.distributed.run", "--nproc-per-node", "2", "train.py"], 1),
+    ],
+)
+def test_a_command_gets_as_many_hosts_as_it_names(command: str | list[str], hosts: int) -> None:
+    app = command_app(command, "name")
+    assert (app.name, [role.num_replicas for role in app.roles]) == ("name", [hosts])
+    hold(app)
+
+
+def test_messages_about_a_command_name_no_role() -> None:
+    for command, why in (
+        ("torchrun --nosuch x.py", "torchrun has no option --nosuch"),
+        ("torchrun --nproc-per-node x x.py", "torchrun option --nproc-per-node=x is not a number"),
+    ):
+        with pytest.raises(CommandError, match=f"^{why}"):
+            command_app(command)
+
+
 def of(*words: str, replicas: int = 2) -> AllocationSpec:
     command = parse(["python", "-m", "torchx_monarch.hosts", *words])
     assert command is not None and command.kind == "hosts"
-    return AllocationSpec.from_command(command, {}, replicas, "trainer")
+    return AllocationSpec.from_command(command, {}, replicas)
 
 
 def test_what_its_command_says() -> None:
@@ -174,11 +201,13 @@ def test_what_its_command_says() -> None:
         (["--nproc", "many"], "--nproc many: use a number"),
         (["--nosuch"], "unrecognized arguments: --nosuch"),
         (["--", "echo"], "not a torchrun or Python command: 'echo'"),
-        (["--", "torchrun", "--nnodes", "3", "x.py"], "--nnodes=3 does not agree with the role's 2 replicas"),
+        (["--", "torchrun", "--nnodes", "3", "x.py"], "--nnodes=3 does not agree with the allocation's 2 hosts"),
         (["--", "python", "-m", "torchx_monarch.hosts"], "not a torchrun or Python command"),
     ):
-        with pytest.raises(CommandError, match=f"role 'trainer': .*{why}"):
+        with pytest.raises(CommandError, match=why):
             of(*words)
+        with pytest.raises(CommandError, match=f"role 'trainer': .*{why}"):
+            find_rank_command(role("python", "-m", "torchx_monarch.hosts", *words, replicas=2))
 
 
 def test_a_run_is_for_all_hosts_unless_it_says_otherwise() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 import shlex
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Literal, TypedDict, get_args
 
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.workspace_sync import SyncMode, check_when, sync_workspace
-from torchx_monarch.command.command import PROCESS_COUNTS, is_process_count
+from torchx_monarch.command.command import PROCESS_COUNTS, is_command, is_process_count
 from torchx_monarch.function import Encoding
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.model.spelling import did_you_mean
@@ -24,8 +23,6 @@ from torchx_monarch.system.processes import user_name
 Output = Literal["stream", "store", "none"] | Callable[[int, str, str], None]
 """Where the output of the ranks goes. ``stream``: to ``sys.stdout`` and ``sys.stderr``; ``store``: to
 ``RunResult.output``; ``none``: nowhere. A function is called with the rank, ``stdout`` or ``stderr``, and the text."""
-
-_COMMAND = re.compile(r"torchrun|python(3(\.\d+)?)?")
 
 
 class RunOptionsDict(TypedDict, total=False):
@@ -149,7 +146,7 @@ def run_request(script_args: str | Sequence[str] | None, options: RunOptions) ->
     words = split_command(script_args) if script_args is not None else None
     if words == []:
         raise ValueError("script_args is empty; None runs the allocation's own command")
-    whole = words is not None and _COMMAND.fullmatch(os.path.basename(words[0])) is not None
+    whole = words is not None and is_command(words[0])
     request = RunRequest(
         command=tuple(words) if words and whole else None,
         program=tuple(words) if words and not whole else None,

@@ -98,16 +98,18 @@ def command_app(command: str | Sequence[str], name: str = "") -> AppDef:
     """Return an app with a torchrun or Python command as its one role."""
     from torchx.specs import AppDef, Role
 
-    from torchx_monarch.command.command import check, parse
+    from torchx_monarch.command.command import check
+    from torchx_monarch.command.rank_command import locate_rank_command
 
-    words = split_command(command)
-    parsed = parse(words)
-    if parsed is None:
-        advice = f". For a script: python {shlex.join(words)}" if words and words[0].endswith(".py") else ""
-        raise ValueError(f"not a torchrun or Python command: {words!r}{advice}")
-    replicas = parsed.options.max_nodes if parsed.kind == "torchrun" else 1
-    check(parsed, replicas=replicas)
-    role = Role("trainer", image="", entrypoint=words[0], args=words[1:], num_replicas=replicas)
+    words = split_command(command) or [""]
+    role = Role("trainer", image="", entrypoint=words[0], args=words[1:])
+    found = locate_rank_command(role)
+    if found is None:
+        advice = f". For a script: python {shlex.join(words)}" if words[0].endswith(".py") else ""
+        raise ValueError(f"not a torchrun or Python command: {command!r}{advice}")
+    if found.command.kind == "torchrun":
+        role.num_replicas = found.command.options.max_nodes
+    check(found.command, replicas=role.num_replicas)
     return AppDef(name or "spmd-job", [role])
 
 

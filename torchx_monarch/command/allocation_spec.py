@@ -50,7 +50,7 @@ class AllocationSpec:
     ends_with_mesh: bool = False
 
     @classmethod
-    def from_command(cls, command: Command, env: Mapping[str, str], replicas: int, role: str) -> AllocationSpec:
+    def from_command(cls, command: Command, env: Mapping[str, str], replicas: int) -> AllocationSpec:
         """Parse the options of a command of kind ``hosts``."""
         args = list(command.program.args)
         end = args.index("--") if "--" in args else len(args)
@@ -61,32 +61,25 @@ class AllocationSpec:
             if options.nproc not in ("", "0") and not is_process_count(options.nproc):
                 raise CommandError(f"--nproc {options.nproc}: use a number, or one of auto, gpu, cpu, xpu")
         except CommandError as error:
-            raise CommandError(f"role {role!r}: torchx_monarch.hosts: {error}") from None
+            raise CommandError(f"torchx_monarch.hosts: {error}") from None
         words = tuple(args[end + 1 :])
-        inner = run_command(words, env, replicas, role=role) if words else None
+        inner = run_command(words, env, replicas) if words else None
         own = "1" if inner is None or inner.kind != "torchrun" else inner.options.nproc_per_node
         return cls(options.idle_timeout, options.nproc or own, words, inner, options.end_with_mesh)
 
 
-def run_command(
-    words: Sequence[str], env: Mapping[str, str], replicas: int, nproc: str = "", role: str = ""
-) -> Command:
-    """Parse the command of a run, by default on all hosts of the allocation.
-
-    Args:
-        nproc: replaces the command's own number of processes; empty to keep it.
-        role: name of the role in messages; empty for none.
-    """
+def run_command(words: Sequence[str], env: Mapping[str, str], replicas: int, nproc: str = "") -> Command:
+    """Parse the command of a run, by default on all hosts of the allocation; ``nproc`` replaces its own if given."""
     command = parse(words, {"PET_NNODES": str(replicas), **env})
     if command is None or command.kind == "hosts":
-        raise CommandError(f"{f'role {role!r}: ' if role else ''}not a torchrun or Python command: {' '.join(words)!r}")
+        raise CommandError(f"not a torchrun or Python command: {' '.join(words)!r}")
     if nproc:
         if not is_process_count(nproc):
             raise CommandError(f"nproc={nproc}: use a number above 0, or one of auto, gpu, cpu, xpu")
         if command.kind != "torchrun":
             raise CommandError(f"nproc={nproc} is for torchrun commands, and this is one of Python")
         command = dataclasses.replace(command, options=dataclasses.replace(command.options, nproc_per_node=nproc))
-    check(command, replicas=replicas, role=role)
+    check(command, replicas=replicas)
     return command
 
 

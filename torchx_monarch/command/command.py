@@ -126,10 +126,10 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) ->
     if not argv:
         return None
     name = os.path.basename(argv[0])
+    if not is_command(argv[0]):
+        return None
     if name in _TORCHRUN_MODULES:  # as a word of its own, torch.distributed.run is understood by monarch.job.spmd, too
         return _torchrun(argv[1:], env, torchrun=argv[0] if name == "torchrun" else "")
-    if not _PYTHON.fullmatch(name):
-        return None
     found = _python(argv)
     if found is None:
         return None
@@ -147,6 +147,12 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) ->
     if program.mode == "module" and program.target in (HOSTS_MODULE, ACTORS_MODULE):
         kind = "hosts" if program.target == HOSTS_MODULE else "actors"
     return Command(kind, DEFAULTS, program, interpreter)
+
+
+def is_command(word: str) -> bool:
+    """Return whether a word is torchrun or Python, and so no script or other program."""
+    name = os.path.basename(word)
+    return name in _TORCHRUN_MODULES or _PYTHON.fullmatch(name) is not None
 
 
 def _torchrun(

@@ -65,6 +65,21 @@ def find_rank_command(role: Role) -> RankCommand | None:
     Raises:
         CommandError: the command is invalid, or does not fit the role.
     """
+    try:
+        found = locate_rank_command(role)
+    except CommandError as error:
+        raise CommandError(f"role {role.name!r}: {error}") from None
+    if found is not None:
+        check(found.command, replicas=role.num_replicas, role=role.name)
+    return found
+
+
+def locate_rank_command(role: Role) -> RankCommand | None:
+    """Return the rank command of a role, whatever number of replicas the role has; None if it has none.
+
+    Raises:
+        CommandError: the command is invalid. The message does not name the role.
+    """
     words = [role.entrypoint, *(substitute(arg)[0] for arg in role.args)]
     position = command_position(words)
     if position is None:
@@ -111,7 +126,7 @@ def _find_in_string(role: Role, string: int, shell: str, sets_path: bool) -> Ran
             "job for each turn."
         )
     if reason:
-        raise CommandError(f"role {role.name!r}: {reason}")
+        raise CommandError(reason)
     return rank_command
 
 
@@ -121,25 +136,20 @@ def _variables_in(text: str) -> frozenset[str]:
 
 
 def _command(words: Sequence[str], position: CommandPosition, role: Role, unexpanded: Iterable[str]) -> Command | None:
-    """Parse the command at a position and check it against the role; return None if it starts no ranks.
+    """Parse the command at a position; return None if it starts no ranks.
 
     Args:
         unexpanded: the variables whose values are not known before the command runs.
     """
     env = {name: substitute(value)[0] for name, value in role.env.items()} | dict.fromkeys(unexpanded, UNEXPANDED)
-    try:
-        command = parse(words[position.start :], env)
-    except CommandError as error:
-        raise CommandError(f"role {role.name!r}: {error}") from None
+    command = parse(words[position.start :], env)
     if command is None:
         return None
-    check(command, replicas=role.num_replicas, role=role.name)
     if command.kind == "hosts":
-        AllocationSpec.from_command(command, env, role.num_replicas, role.name)
+        AllocationSpec.from_command(command, env, role.num_replicas)
     if position.is_cleared and role.num_replicas > 1:
         before = " ".join(words[: position.start])
         raise CommandError(
-            f"role {role.name!r}: `{before}` removes the variables by which hosts find each other. Remove single "
-            "ones by name: env -u NAME."
+            f"`{before}` removes the variables by which hosts find each other. Remove single ones by name: env -u NAME."
         )
     return command

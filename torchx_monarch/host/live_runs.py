@@ -65,7 +65,7 @@ class LiveRuns(Workload):
         command = parse(options.command, self._host.environ)
         if command is None or command.kind != "hosts":
             raise CommandError(f"not the command of an allocation: {shlex.join(options.command)}")
-        self._allocation_spec = AllocationSpec.from_command(command, self._host.environ, options.world, options.role)
+        self._allocation_spec = AllocationSpec.from_command(command, self._host.environ, options.world)
         self._host.read_grace()
         return command
 

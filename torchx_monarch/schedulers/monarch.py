@@ -436,6 +436,6 @@ def _ranks_per_host(role: Role) -> int:
     """Return how many ranks each host of a role starts, or is to be ready for; 0 if that is not known here."""
     command = rank_command(role)
     if command is not None and command.kind == "hosts":
-        nproc = AllocationSpec.from_command(command, role.env, role.num_replicas, role.name).nproc
+        nproc = AllocationSpec.from_command(command, role.env, role.num_replicas).nproc
         return int(nproc) if nproc.isdecimal() else 0
     return (command.ranks_per_host or 0) if command is not None else 0
