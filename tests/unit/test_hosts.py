@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Requests reach the leader's host directly, and other hosts over the connections of their registrations, as JSON."""
+"""Requests reach replica 0's host directly, and other hosts over the connections of their registrations, as JSON."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Replica:
 
 @asynccontextmanager
 async def joined(folder: Path) -> AsyncIterator[tuple[JobHosts, list[Replica], Rendezvous]]:
-    """A leader and two hosts that have registered with it over a socket file."""
+    """Replica 0 and two hosts that have registered with it over a socket file."""
     address = Address("unix", path=str(folder / "r.sock"))
     rendezvous = Rendezvous(HostNetwork(address, HostSpec(replicas=REPLICAS)))
     await rendezvous.start()

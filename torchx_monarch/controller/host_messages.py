@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The requests of the controller to the hosts, their answers, and what hosts report without a request.
 
-All of them travel over the connection with which a host has registered. The leader's own host gets and returns the
+All of them travel over the connection with which a host has registered. Replica 0's own host gets and returns the
 objects themselves.
 
 =============  =======================================================================================================
-``request``    leader to host: ``id``, ``name`` of the request and its ``fields``
-``cancel``     leader to host: nobody waits for the answer to ``id`` any more
-``answer``     host to leader: ``id``, and the ``answer``, a refusal (``refused``), or the text of an ``error``
+``request``    replica 0 to host: ``id``, ``name`` of the request and its ``fields``
+``cancel``     replica 0 to host: nobody waits for the answer to ``id`` any more
+``answer``     host to replica 0: ``id``, and the ``answer``, a refusal (``refused``), or the text of an ``error``
 =============  =======================================================================================================
 
 A host executes its requests side by side and answers each when it is done, so answers arrive in any order.
@@ -195,7 +195,7 @@ class ProbeFile(Request[bool]):
 
 @dataclasses.dataclass(frozen=True)
 class FetchCode(Request[None]):
-    """Get code from the leader unless the host has it (see ``host.code_distribution``)."""
+    """Get code from replica 0 unless the host has it (see ``host.code_distribution``)."""
 
     tree: str
 
@@ -298,7 +298,7 @@ class HostCall(Generic[AnswerT]):
 
 
 class HostRequests:
-    """Send requests to hosts, on the leader."""
+    """Send requests to hosts, on replica 0."""
 
     def __init__(self, writers: Mapping[int, asyncio.StreamWriter]) -> None:
         self._writers = writers

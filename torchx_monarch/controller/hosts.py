@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The hosts on which the leader runs ranks, its requests to all of them, and the options of their job."""
+"""The hosts on which replica 0 runs ranks, its requests to all of them, and the options of their job."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class JobOptions:
 
 
 class JobHosts:
-    """The hosts of the present attempt, of which the leader's own is the first.
+    """The hosts of the present attempt, of which replica 0's own is the first.
 
     Attributes:
         present: the hosts, in the order of their node ranks; empty before the first attempt.
@@ -94,13 +94,13 @@ class JobHosts:
         return all(self._requests.reaches(host.replica) for host in self.present[1:])
 
     async def ask_own(self, request: Request[AnswerT], timeout: float) -> AnswerT:
-        """Send a request to the leader's own host alone, and return the answer (see ``ask``)."""
+        """Send a request to replica 0's own host alone, and return the answer (see ``ask``)."""
         return [answer async for _, answer in self.ask(request, timeout, self.present[:1])][0]
 
     async def ask(
         self, request: Request[AnswerT], timeout: float | None = None, hosts: Sequence[Registration] | None = None
     ) -> AsyncIterator[tuple[int, AnswerT]]:
-        """Send a request to every host, or some with the leader's own first; yield the answers as they arrive.
+        """Send a request to every host, or some with replica 0's own first; yield the answers as they arrive.
 
         ``timeout`` is for all answers; None for no limit: the leases of the hosts limit the wait for lost ones.
 
@@ -156,7 +156,7 @@ class JobHosts:
     async def stop(self, number: int, grace: float, note: Callable[[Exits], None]) -> None:
         """Stop the ranks of every host that can be reached. Events stay pending meanwhile.
 
-        A host that has lost the leader stops its ranks by itself. The ranks of a host that is gone are gone too.
+        A host that has lost replica 0 stops its ranks by itself. The ranks of a host that is gone are gone too.
         """
         if not self.present:
             return

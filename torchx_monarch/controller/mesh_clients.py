@@ -78,7 +78,7 @@ class MeshClients:
         with self._session.in_use():
             while True:
                 reformed, token = self._hosts.reformed, secrets.token_hex(8)
-                # The end of this request ends the worker loops, also where this leader is lost.
+                # The end of this request ends the worker loops, also where replica 0 is lost.
                 with self._hosts.call(RunWorkerLoop(token)) as running:
                     if members := await self._ready(token, running):
                         await self._stay_attached(members, running, leaf, peer)

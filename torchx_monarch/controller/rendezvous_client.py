@@ -139,7 +139,7 @@ class RendezvousClient:
         except (messages.ProtocolError, DecodeError) as error:
             self.lost = str(error)
         finally:
-            for task in executing.values():  # the leader is lost, or does not need the answers
+            for task in executing.values():  # replica 0 is lost, or does not need the answers
                 task.cancel()
             heartbeats.cancel()
             self._leases.stop()

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Bring code to the hosts of a live allocation: a client sends it to the leader, from which the other hosts get it.
+"""Bring code to the hosts of a live allocation: a client sends it to replica 0, from which the other hosts get it.
 
-After a ``sync`` handshake the client sends requests, one JSON line each; the leader answers each with one JSON line.
+After a ``sync`` handshake the client sends requests, one JSON line each; replica 0 answers each with one JSON line.
 
 =========  =============================================================================================================
 ``probe``  whether every host sees the file ``path`` with the text ``text``: the answer is ``shared``
-``tree``   the hash ``tree`` of a workspace: the answer is ``have``, whether the leader has it. If not, the client sends
-           it (below). The leader has every host get what it lacks, while it receives the tree itself; the answer is
+``tree``   the hash ``tree`` of a workspace: the answer is ``have``, whether replica 0 has it. If not, the client sends
+           it (below). Replica 0 has every host get what it lacks, while it receives the tree itself; the answer is
            ``done``
 =========  =============================================================================================================
 
-A host that lacks a tree opens a connection of its own to the leader, with the greeting ``code`` and the same field
-``tree``, so that a slow one delays neither requests nor the other hosts; the leader sends it the tree, and contents as
+A host that lacks a tree opens a connection of its own to replica 0, with the greeting ``code`` and the same field
+``tree``, so that a slow one delays neither requests nor the other hosts; replica 0 sends it the tree, and contents as
 it has them itself.
 
 A tree is sent in frames (``Tree.encode``). The receiver answers ``missing``, a hexadecimal number: bit N is set if it
 lacks entry N of ``Tree.contents``. These contents follow in frames (``pack``). A frame is a length (4 bytes,
 big-endian) and as many bytes, at most ``FRAME``; an empty frame is the last. The length ``_FAILED`` and a JSON line
-with a ``reason`` may take the place of a frame from the leader, and ``failed`` with a ``reason`` that of any of its
+with a ``reason`` may take the place of a frame from replica 0, and ``failed`` with a ``reason`` that of any of its
 answers.
 """
 
@@ -48,7 +48,7 @@ _END = bytes(4)
 """The empty frame."""
 
 _ARRIVAL_INTERVAL = 0.1
-"""Seconds between two looks whether the leader has more contents for another host."""
+"""Seconds between two looks whether replica 0 has more contents for another host."""
 
 _SILENCE = 60.0
 """Seconds that the other side may be silent during a transfer; it may be reading a large file from a slow disk."""
@@ -80,7 +80,7 @@ class HostCode:
         return self._store.find_tree(tree_hash) is not None
 
     async def fetch(self, tree_hash: str, connect: Connect) -> None:
-        """Get a tree from the leader, unless it is on this host, or is just received."""
+        """Get a tree from replica 0, unless it is on this host, or is just received."""
         async with self._receiving:
             if self.has(tree_hash):
                 return
@@ -90,7 +90,7 @@ class HostCode:
                 raise LaunchError(f"the code {tree_hash:.12} is not on this host: {error}") from None
             with contextlib.closing(writer):
                 await self._receive_tree(tree_hash, reader, writer)
-                # The leader itself may wait for a large file. If its machine is lost, the kernel breaks the connection.
+                # Replica 0 itself may wait for a large file. If its machine is lost, the kernel breaks the connection.
                 await self._receive_contents(reader, None)
 
     async def _receive_tree(self, tree_hash: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -121,7 +121,7 @@ class LiveRuns(Workload):
         self._open_run_log(folder, begin.token)
         if self._function_file:
             safe_files.replace_file(self._function_file, base64.b64decode(request.function))
-        if self._run_queue is not None:  # on the leader, whose lines the clients see
+        if self._run_queue is not None:  # on replica 0, whose lines the clients see
             for line in unused_options(command.options, in_run=True):
                 host.reporter.line(line)
         run = self._prepare(command, log_folder(command, folder, cwd, run_id), request.env, cwd)
@@ -141,7 +141,7 @@ class LiveRuns(Workload):
         return run
 
     async def _fetch(self, tree: str) -> None:
-        """Get code from the leader, unless it is on this host, or this host is the leader."""
+        """Get code from replica 0, unless it is on this host, or this host is replica 0."""
         if self._run_queue is None:
             await self._host_code().fetch(tree, self._host.connect)
 
@@ -167,7 +167,7 @@ class LiveRuns(Workload):
         return with_interpreter(command, self._host.options, environ, cwd)
 
     async def _finish(self, token: str) -> None:
-        """End a run and all its processes, and send its last output to the leader."""
+        """End a run and all its processes, and send its last output to replica 0."""
         if self._begun is None or self._begun[0] != token or self.pool is None:
             return
         await self.pool.stop(signal.SIGKILL, 0.0)
@@ -199,7 +199,7 @@ class LiveRuns(Workload):
     # -- its output ----------------------------------------------------------------------------------------------------
 
     def _open_run_log(self, folder: str, token: str) -> None:
-        """Open the log of a run: on the leader that of the run queue, elsewhere one that is sent to the leader."""
+        """Open the log of a run: on replica 0 that of the run queue, elsewhere one that is sent to replica 0."""
         if self._run_queue is not None and self._run_queue.current is not None:
             self._run_log = self._run_queue.current.run_log
             return
