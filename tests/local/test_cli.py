@@ -221,7 +221,7 @@ time.sleep(1000)
     assert (work / "stopped").exists()
     handle = re.findall(r"monarch_local://torchx/[\w-]+", out.decode())[0]
     assert f"cancelling {handle} ({number.name})" in err.decode() and b"Traceback" not in err
-    assert b"cause:  cancelled: " in err and b"without --wait and --log a job" in err
+    assert b"cause:  cancelled: " in err and b"without --wait and --log goes on" in err
     assert state(handle) == "CANCELLED"
 
 

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
         raise CommandError("a debugger needs a terminal as stdin and stdout", exit_codes.USAGE)
     rank = waiting[0].rank if args.rank is None else args.rank
     link = attach(hosts, rank)
-    say(f"attached to rank {rank}. `detach` and Ctrl-] have it go on without a debugger")
+    say(f"attached to rank {rank}. With `detach` or Ctrl-] it goes on without a debugger")
     say(f"rank {rank} {one_line(interact(link), 300)}")
 
 

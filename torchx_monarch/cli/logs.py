@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> None:
             tail.add(line)
         tail.show_all()
     if args.rank is not None and not printer.has_chosen:
-        hint = "; torchrun's --tee 3, which monarch.spmd sets, has lines name their rank"
-        say(f"this log has no line of these ranks{'' if printer.has_named_ranks else hint}")
+        hint = ". Lines name their rank with torchrun's --tee 3, which monarch.spmd sets"
+        say(f"no line of this log is of these ranks{'' if printer.has_named_ranks else hint}")
 
 
 class _Tail:

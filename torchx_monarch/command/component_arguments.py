@@ -195,8 +195,8 @@ def _torchrun_word(component: str, flag: str, value: str | None, options: Collec
 def _value_of(component: str, flag: str, rest: Iterator[str]) -> str:
     value = next(rest, None)
     if value is None or (value.startswith("-") and not re.fullmatch(r"-\d.*|-", value)):
-        beside = "" if value is None else f", and {value} is no value; if it is one, type {flag}={value}"
-        raise ComponentArgumentError(f"{component}: {flag} needs a value{beside}.")
+        beside = f" {value} is an option; if it is the value, type {flag}={value}" if value else ""
+        raise ComponentArgumentError(f"{component}: {flag} needs a value.{beside}")
     return value
 
 

@@ -204,7 +204,7 @@ def hosts(j: str, h: str | None) -> Shape:
     without_ranks = re.fullmatch(r"((\d+:)?\d+(\+\d+)?x)?0", j)  # Shape.parse refuses 0 processes
     shape = Shape.parse(f"{without_ranks[1] or ''}1" if without_ranks else j, None, None, h)
     if shape.min_replicas != shape.replicas:
-        _refuse(f"-j {j}: hosts that wait are all there or none; use NNODESxNPROC, such as 2x8.")
+        _refuse(f"-j {j}: an allocation has a fixed number of nodes; use NNODESxNPROC, such as 2x8.")
     return replace(shape, nproc="0") if without_ranks else shape
 
 
@@ -235,7 +235,8 @@ def lighthouse(
             _refuse(f"--lighthouse {own}: use http://HOST:PORT.")
         return own, None
     if not 200 <= heartbeat_timeout_ms <= 3600_000:
-        _refuse(f"--heartbeat_timeout_ms {heartbeat_timeout_ms}: use 200 to 3600000; groups send one every 100 ms.")
+        allowed = "200 to 3600000; groups send a heartbeat every 100 ms"
+        _refuse(f"--heartbeat_timeout_ms {heartbeat_timeout_ms}: use {allowed}.")
     port = secrets.choice(_LIGHTHOUSE_PORTS)
     return f"http://{LOOPBACK}:{port}", specs.Role(
         name="lighthouse",

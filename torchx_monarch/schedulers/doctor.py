@@ -63,7 +63,7 @@ def run_groups(groups: Mapping[str, Callable[[], Iterable[T]]], timeout: float) 
     for name, thread in threads.items():
         thread.join(max(0.0, until - time.monotonic()))
         if thread.is_alive():
-            failures[name] = f"no answer in {timeout:g} s: see the network, the daemon, the disk"
+            failures[name] = f"no answer in {timeout:g} s: check the network, the daemon and the disk"
     return {name: ([*found[name]], failures.get(name, "")) for name in groups}
 
 

@@ -33,11 +33,13 @@ _MAX_WAIT = 30.0
 
 _KILL_TIMEOUT = 15.0
 
+_DETACH = "A job that is submitted without --wait and --log goes on"
+
 _REASONS: dict[int, str] = {
-    signal.SIGHUP: "cancelled: the terminal of `torchx run` was closed; without --wait and --log a job needs none",
-    signal.SIGTERM: "cancelled: `torchx run` got SIGTERM; without --wait and --log a job does not end with it",
+    signal.SIGHUP: f"cancelled: the terminal of `torchx run` was closed. {_DETACH}",
+    signal.SIGTERM: f"cancelled: `torchx run` got SIGTERM. {_DETACH}",
 }
-"""Why a signal that is not Ctrl-C cancels an app: its user may look only later, and wants to detach the next one."""
+"""Why a signal that is not Ctrl-C has cancelled an app, and how to submit one that outlives it."""
 
 
 class Foreground:

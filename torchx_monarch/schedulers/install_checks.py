@@ -51,5 +51,5 @@ def require_torchx_nightly() -> None:
         raise ImportError(message)
     if stable:
         logger.warning(
-            "torchx %s is installed beside torchx-nightly and either overwrites the other's files; %s", stable, _REMEDY
+            "torchx %s is installed beside torchx-nightly, and each overwrites files of the other; %s", stable, _REMEDY
         )

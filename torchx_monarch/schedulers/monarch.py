@@ -220,7 +220,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
                 try:
                     stored_apps.credentials(self.backend).store(app_id, stored)
                 except OSError as error:
-                    _log.warning("The job runs, but the certificate to reach it with could not be kept: %s", error)
+                    _log.warning("The job runs, but the certificate to reach it with could not be stored: %s", error)
         return app_id
 
     def _pre_build_validate(self, app: AppDef, scheduler: str, cfg: Cfg) -> None:
