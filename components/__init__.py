@@ -11,7 +11,7 @@ from typing import Dict, List, Optional
 import torchx
 from torchx import specs
 
-from torchx_monarch.command import meshes as actor_meshes
+from torchx_monarch.command import allocations
 from torchx_monarch.command import spmd as plan
 from torchx_monarch.command.command import HOSTS_MODULE
 from torchx_monarch.model.role_spec import METADATA_KEY, MIN_GROUPS
@@ -299,4 +299,4 @@ def controller(
         ],
         metadata=dict(metadata or {}),
     )
-    return actor_meshes.waiting(app, 0.0, ("python", *launch.words))
+    return allocations.hold_for_clients(app, 0.0, ("python", *launch.words))

@@ -36,7 +36,7 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.cli.debug import list_breakpoints
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.rank_queries import ask_samples, ask_stacks
-from torchx_monarch.command.rewrite import hold
+from torchx_monarch.command.allocations import hold_for_runs
 from torchx_monarch.exceptions import RefusedError, SPMDError, UnreachableError
 from torchx_monarch.model.role_spec import mark_sidecar
 from torchx_monarch.schedulers import job_status
@@ -358,7 +358,7 @@ class Contract(Groups):
 
     @pytest.mark.scenario("function on hosts that stay")
     def test_a_function_returns_a_value_from_each_rank(self, place: Place) -> None:
-        held = hold(AppDef("app", [place.torchrun(_program(place, "raise SystemExit('not this')"))]))
+        held = hold_for_runs(AppDef("app", [place.torchrun(_program(place, "raise SystemExit('not this')"))]))
         handle = place.run(*held.roles)
         place.until(lambda: place.status(handle).state is AppState.RUNNING, "the hosts", handle)
 
@@ -382,7 +382,9 @@ class Contract(Groups):
     def test_a_client_attaches_during_a_run(self, place: Place) -> None:
         if not place.is_registered:
             pytest.skip("another process does not know the scheduler")
-        held = hold(AppDef("app", [place.torchrun(_program(place, "while not told('go'): time.sleep(0.1)"), nproc=1)]))
+        held = hold_for_runs(
+            AppDef("app", [place.torchrun(_program(place, "while not told('go'): time.sleep(0.1)"), nproc=1)])
+        )
         handle = place.run(*held.roles)
         place.until(lambda: place.status(handle).state is AppState.RUNNING, "the hosts", handle)
         where = place.client(handle)

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from torchx.components import dist
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
+from torchx_monarch.command.allocations import hold_for_runs
 from torchx_monarch.command.command import CommandError, parse
 from torchx_monarch.command.rank_command import rank_command
-from torchx_monarch.command.rewrite import WrapOptions, hold, rewrite
+from torchx_monarch.command.rewrite import WrapOptions, rewrite
 from torchx_monarch.components import controller, ft, spmd
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.role_spec import RoleMetadataError
@@ -476,7 +477,7 @@ def test_overrides_of_a_role_become_its_fields() -> None:
 
     given = app("true")
     given.roles[0].overrides = {"entrypoint": lambda: "torchrun", "args": arguments()}
-    for role in (rewrite(given, OPTIONS).app.roles[0], hold(given).roles[0]):
+    for role in (rewrite(given, OPTIONS).app.roles[0], hold_for_runs(given).roles[0]):
         assert role.entrypoint == "python" and role.args[-4:] == ["torchrun", "--nproc-per-node", "2", "a.py"]
         assert role.overrides == {}
     assert (given.roles[0].entrypoint, given.roles[0].args[0]) == ("torchrun", "--nproc-per-node")

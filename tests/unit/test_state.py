@@ -15,7 +15,8 @@ from torchx.specs import AppDef, Role
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import SETTLE, AppStatus, count_restarts, reduce
-from torchx_monarch.command.rewrite import WrapOptions, hold, rewrite
+from torchx_monarch.command.allocations import hold_for_runs
+from torchx_monarch.command.rewrite import WrapOptions, rewrite
 from torchx_monarch.components import controller
 from torchx_monarch.model.role_spec import (
     RetryPolicy,
@@ -326,7 +327,7 @@ def test_hosts_that_wait_end_with_those_of_the_first_role() -> None:
     meshes = controller("main.py", meshes={"trainers": "1", "loaders": "2"}, image="")
     assert [is_sidecar(role) for role in meshes.roles] == [False, True]
     roles = [Role(name, "", entrypoint="torchrun", args=["a.py"]) for name in ("a", "b")]
-    assert [is_sidecar(role) for role in hold(AppDef("app", roles)).roles] == [False, True]
+    assert [is_sidecar(role) for role in hold_for_runs(AppDef("app", roles)).roles] == [False, True]
     assert not any(role.metadata for role in roles)
 
 

@@ -16,7 +16,7 @@ from torchx_monarch.client import this_job
 from torchx_monarch.client.attached_job import CACHE, AttachedJob, Attachment
 from torchx_monarch.client.run_options import check_env
 from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
-from torchx_monarch.command.meshes import app_of_meshes, check_mesh_name, waiting
+from torchx_monarch.command.allocations import app_of_meshes, check_mesh_name, hold_for_clients
 from torchx_monarch.model.env_names import BATCH_JOB, THIS_JOB
 from torchx_monarch.monarch_adapter import monarch_api
 from torchx_monarch.schedulers.monarch import scheduler_of
@@ -101,7 +101,7 @@ class MonarchJob(AttachedJob):
             if not os.path.basename(words[0]).startswith("python"):
                 words = ["python", *words]
             monarch_api.batch_job(self).dump(CACHE)
-        hosts = waiting(self._app, 0.0 if words else self._idle_timeout, words)
+        hosts = hold_for_clients(self._app, 0.0 if words else self._idle_timeout, words)
         self._handle = runner.run(hosts, self._scheduler, self._cfg, self._workspace)
         _log.info("%s", self._handle)
 

@@ -126,8 +126,8 @@ def submit(
 
     Raises as ``serve`` does.
     """
+    from torchx_monarch.command.allocations import hold_for_runs
     from torchx_monarch.command.rank_command import rank_command
-    from torchx_monarch.command.rewrite import hold
     from torchx_monarch.schedulers.monarch import scheduler_of
 
     if runner is None:
@@ -137,7 +137,7 @@ def submit(
     scheduler_of(runner, scheduler)
     if not isinstance(scheduler_cfg or {}, Mapping):
         raise TypeError(f"scheduler_cfg={scheduler_cfg!r}: give a dict of run options, such as {{'grace': 10}}")
-    held = hold(app, idle_timeout)
+    held = hold_for_runs(app, idle_timeout)
     names = [held_role.name for held_role in held.roles if rank_command(held_role) is not None]
     if role and role not in names:
         raise ValueError(f"role={role!r}: the roles of app {app.name!r} with hosts for runs are {', '.join(names)}")

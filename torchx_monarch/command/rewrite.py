@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, fields, replace
 
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
-from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
-from torchx_monarch.command.command import HOST_MODULE, HOSTS_MODULE, CommandError
+from torchx_monarch.command.command import HOST_MODULE, CommandError
 from torchx_monarch.command.rank_command import RankCommand, find_rank_command
 from torchx_monarch.command.shell import escape
-from torchx_monarch.model.host_spec import HostSpec, show_seconds
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.role_spec import (
     LIGHTHOUSE_PORT,
     LOOPBACK,
@@ -32,7 +31,6 @@ from torchx_monarch.model.role_spec import (
     RoleSpec,
     WorkloadKind,
     is_sidecar,
-    mark_sidecar,
     read_number,
 )
 
@@ -104,7 +102,7 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
 
     The roles also get the variables that programs of all backends have.
     """
-    rewritten = _copy(app)
+    rewritten = resolved(app)
     commands = [find_rank_command(role) for role in rewritten.roles]
     if options.one_host_role:
         for role, found in zip(app.roles[1:], commands[1:], strict=True):
@@ -122,7 +120,7 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     return Rewritten(rewritten, tuple(specs))
 
 
-def _copy(app: AppDef) -> AppDef:
+def resolved(app: AppDef) -> AppDef:
     """Return a copy of an app, in whose roles the fields have the values that ``Role.overrides`` gives them."""
     roles = []
     for role in app.roles:
@@ -207,7 +205,7 @@ def _wrap(
         "lighthouse": lighthouse if read_number(role, MIN_GROUPS) else "",
     }
     words = host.to_argv(escape, {name: text for name, text in placeholders.items() if text})
-    _insert(role, found, [options.python, "-m", HOST_MODULE, *words, "--"])
+    insert_words(role, found, [options.python, "-m", HOST_MODULE, *words, "--"])
     return RoleSpec.from_role(
         role,
         workload=WorkloadKind.SESSION if found.command.kind == "hosts" else WorkloadKind.RANKS,
@@ -227,26 +225,7 @@ def _count_spares(role: Role, found: RankCommand | None, spares: int) -> int:
     return given
 
 
-def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT) -> AppDef:
-    """Return a copy of ``app`` whose hosts wait for runs. A role's rank program becomes its default run command.
-
-    Roles without a rank program do not change. The app ends with its first role; the other roles become sidecars.
-    """
-    held = _copy(app)
-    words = ["python", "-m", HOSTS_MODULE, "--idle-timeout", show_seconds(idle_timeout), "--"]
-    commands = [(role, find_rank_command(role)) for role in held.roles]
-    if not any(found for _, found in commands):
-        roles = ", ".join(repr(role.name) for role in held.roles) or "none"
-        raise CommandError(f"no role of app {app.name!r} runs a torchrun or Python command; its roles: {roles}")
-    for role, found in commands:
-        if found is not None and found.command.kind != "hosts":
-            _insert(role, found, words)
-    for role in held.roles[1:]:
-        mark_sidecar(role)
-    return held
-
-
-def _insert(role: Role, found: RankCommand, words: Sequence[str]) -> None:
+def insert_words(role: Role, found: RankCommand, words: Sequence[str]) -> None:
     """Insert the interpreter, and words escaped for TorchX, before the rank command of a role, in place."""
     if found.is_renamed:  # Python finds its environment by its name
         words = ["env", *words]

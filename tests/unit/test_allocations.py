@@ -19,10 +19,10 @@ from torchx_monarch.command.allocation_spec import (
     script_command,
     with_program,
 )
+from torchx_monarch.command.allocations import app_of_meshes, check_mesh_name, hold_for_clients, hold_for_runs
 from torchx_monarch.command.command import Command, CommandError, Program, parse
-from torchx_monarch.command.meshes import app_of_meshes, check_mesh_name, waiting
 from torchx_monarch.command.rank_command import find_rank_command
-from torchx_monarch.command.rewrite import WrapOptions, hold, rewrite
+from torchx_monarch.command.rewrite import WrapOptions, rewrite
 from torchx_monarch.components import controller, hosts
 from torchx_monarch.model.role_spec import WorkloadKind
 
@@ -70,7 +70,7 @@ def test_names_that_cannot_be_meshes(name: str) -> None:
 def test_the_app_stays_as_it_is_and_its_commands_are_not_run() -> None:
     app = AppDef("app", [Role("a", image="i", entrypoint="torchrun", args=["t.py"], num_replicas=3, env={"X": "y"})])
     before = copy.deepcopy(app)
-    (role,) = waiting(app, 60.0).roles
+    (role,) = hold_for_clients(app, 60.0).roles
     assert app == before
     assert [role.entrypoint, *role.args] == [*HOSTS, "--idle-timeout", "60", "--nproc", "0", "--end-with-mesh"]
     assert (role.num_replicas, role.env, role.image) == (3, {"X": "y"}, "i")
@@ -82,12 +82,12 @@ def test_an_app_of_meshes() -> None:
     with pytest.raises(ValueError, match="mesh 'a' is to have 0 hosts; it needs 1 or more"):
         app_of_meshes({"a": 0})
     with pytest.raises(ValueError, match="has no role"):
-        waiting(AppDef("empty", []), 0.0)
+        hold_for_clients(AppDef("empty", []), 0.0)
 
 
 def test_a_script_knows_where_the_hosts_of_other_roles_meet() -> None:
     meet = {"a": "tls:@A:1", "b": "tls:@B:2"}
-    app = waiting(app_of_meshes({"a": 1, "b": 1}), 0.0, ("python", "main.py"))
+    app = hold_for_clients(app_of_meshes({"a": 1, "b": 1}), 0.0, ("python", "main.py"))
     app.roles.append(Role("logger", image="", entrypoint="sh", args=["-c", "true"]))
     found = rewrite(app, WrapOptions(rendezvous={**meet, "logger": "tls:@C:3"}))
     first, second, _ = found.app.roles
@@ -142,7 +142,7 @@ def role(entrypoint: str, *args: str, replicas: int = 1) -> Role:
 def test_holds_a_copy_that_is_wrapped_and_described_like_any_command(given: list[str], held: list[str]) -> None:
     app = AppDef("app", [role(*given), Role("side", image="", entrypoint="sleep", args=["1"])])
     before = copy.deepcopy(app)
-    result = hold(app, 60.0)
+    result = hold_for_runs(app, 60.0)
     assert app == before
     assert [result.roles[0].entrypoint, *result.roles[0].args] == held
     assert result.roles[1] == dataclasses.replace(app.roles[1], metadata={"monarch": {"sidecar": True}})
@@ -153,9 +153,9 @@ def test_holds_a_copy_that_is_wrapped_and_described_like_any_command(given: list
 
 def test_refuses_to_hold_what_runs_no_ranks() -> None:
     with pytest.raises(CommandError, match="no role of app 'app' runs a torchrun or Python command; .*: 'trainer'"):
-        hold(AppDef("app", [role("sleep", "1")]))
+        hold_for_runs(AppDef("app", [role("sleep", "1")]))
     with pytest.raises(CommandError, match="role 'trainer': torchrun has no option --nosuch"):
-        hold(AppDef("app", [role("torchrun", "--nosuch", "x.py")]))
+        hold_for_runs(AppDef("app", [role("torchrun", "--nosuch", "x.py")]))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_refuses_to_hold_what_runs_no_ranks() -> None:
 def test_a_command_gets_as_many_hosts_as_it_names(command: str | list[str], hosts: int) -> None:
     app = command_app(command, "name")
     assert (app.name, [role.num_replicas for role in app.roles]) == ("name", [hosts])
-    hold(app)
+    hold_for_runs(app)
 
 
 def test_messages_about_a_command_name_no_role() -> None:
