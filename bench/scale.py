@@ -30,10 +30,13 @@ from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus, RankSample
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
 from torchx_monarch.model.codec import decode
+from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.schedulers.job_status import JobStatus
 from torchx_monarch.transport import messages
 
 NOW = 1000.0
+
+ROLE = [RoleSpec("trainer", workload=WorkloadKind.RANKS)]
 
 
 class Job:
@@ -110,7 +113,7 @@ def seconds(function: Callable[[], object], rounds: int) -> float:
 
 def report(job: Job) -> str:
     """Return the page of a report, of the events as they are read."""
-    drawn = timeline.build(json.loads(json.dumps(job.events())), ["trainer"], end=NOW)
+    drawn = timeline.build(json.loads(json.dumps(job.events())), ROLE, end=NOW)
     ranks = drawn.spans_of("rank")
     texts = dict.fromkeys(("cause", "traceback", "log", "written"), "")
     lists: dict[str, list[object]] = {name: [] for name in ("facts", "runs", "stacks")}
@@ -123,7 +126,6 @@ def report(job: Job) -> str:
         "headline": "SUCCEEDED after 90 s",
         "rows": report_page.rows_of(drawn),
         "ticks": report_page.ticks(drawn.job.seconds),
-        "is_from_log": False,
         "roles": [{"name": "trainer", "lost": "", "shares": report_page.shares(drawn, "trainer")}],
         "moments": drawn.moments,
         "ranks": ranks[:512],
@@ -161,7 +163,7 @@ def measure(ranks: int, per_host: int, rounds: int) -> dict[str, float]:
     found["stacks: group and show"] = 1000 * seconds(lambda: stacks.render(job.stacks), rounds)
     activity = rank_sample.rank_views(job.samples, job.before)
     status = JobStatus("monarch_slurm://torchx/1", "job", "RUNNING", activity=activity)
-    view = JobFacts(AppSnapshot("1", "job", []), status)
+    view = JobFacts(AppSnapshot("1", "job", []), status, timeline.build([], ROLE, end=NOW))
     found["what ranks do"] = 1000 * seconds(lambda: rank_sample.rank_views(job.samples, job.before), rounds)
     found["top: screen"] = 1000 * seconds(lambda: top.lines(view, 160), rounds)
     found["top: screen by host"] = 1000 * seconds(lambda: top.lines(view, 160, by_host=True), rounds)

@@ -607,7 +607,9 @@ class Contract(Groups):
         program = _program(place, text + 'print("to stderr", file=sys.stderr, flush=True)')
         handle = place.run(place.torchrun(program))
         place.until(lambda: place.log(handle).count("early") == 4, "the ranks", handle)
-        told = json.loads(place.torchx("monarch", "status", "--json", "last"))
+        with place.reached(handle) as address:
+            words = ("--address", address) if address else ()
+            told = json.loads(place.torchx("monarch", "status", "--json", "last", *words))
         assert [told[name] for name in ("handle", "state", "phase")] == [handle, "RUNNING", "running"]
         assert [told[name] for name in ("attempt", "hosts", "ranks")] == [1, 2, 4] and told["last_output"]
         time.sleep(0.5)  # the times of lines are right to a tenth of a second

@@ -115,6 +115,15 @@ def test_a_job_is_cancelled_waited_for_and_deleted_by_its_name(tmp_path: Path) -
     assert "no app was submitted" in torchx("status", "last", code=exit_codes.UNKNOWN_APP)
 
 
+def test_a_command_without_ranks(tmp_path: Path) -> None:
+    handle = torchx("run", "-s", "monarch_local", "utils.sh", "sleep", "600", cwd=tmp_path).strip()
+    until(lambda: objects("status", handle)["phase"] is not None, "its start")
+    assert objects("status", handle)["phase"] == "running"
+    assert f"  replicas     sh/0 RUNNING on {os.uname().nodename}\n" in monarch("status", handle, "--roles", "sh")
+    assert "has no role 'hs'; its roles are sh" in monarch("status", handle, "--roles", "hs", code=exit_codes.USAGE)
+    torchx("cancel", handle)
+
+
 def test_ls_and_status_agree_on_a_restarted_job(tmp_path: Path) -> None:
     program = """
 import os, time

@@ -15,6 +15,7 @@ from docs.tools import browser
 from tests.local.test_cli import run, torchx, write
 from torchx_monarch.insight import events
 from torchx_monarch.insight.timeline import build, lost_seconds
+from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 
 _PROGRAM = """
 import pathlib, torch.distributed as dist, torch
@@ -29,6 +30,8 @@ if rank == 1:
 pathlib.Path(f"began_{attempt}_{rank}").write_text(str(time.time()))
 time.sleep(1000)
 """
+
+ROLE = [RoleSpec("prog", workload=WorkloadKind.RANKS)]
 
 
 @dataclass
@@ -57,10 +60,10 @@ def test_the_report_of_a_job(tmp_path: Path) -> None:
 
 
 def phases_add_up(job: Job) -> None:
-    drawn = build(job.happened, ["prog"], end=job.happened[-1]["time"])
+    drawn = build(job.happened, ROLE, end=job.happened[-1]["time"])
     whole = job.happened[-1]["time"] - job.happened[0]["time"] + job.happened[0]["seconds"]
     assert sum(span.seconds for span in drawn.spans_of("phase")) == pytest.approx(whole, rel=0.02)
-    assert {"queue", "hosts", "ranks", "first output", "stopping"} <= {span.name for span in drawn.spans_of("phase")}
+    assert {"queued", "hosts", "ranks", "first output", "stopping"} <= {span.name for span in drawn.spans_of("phase")}
     assert [span.name for span in drawn.spans_of("attempt")] == ["attempt 1", "attempt 2"]
     codes = [span.code for span in drawn.spans_of("rank")]
     assert len(codes) == 4 and codes.count(1) == 2
@@ -69,7 +72,7 @@ def phases_add_up(job: Job) -> None:
 
 def lost_time_is_that_of_the_outage(job: Job) -> None:
     """From the failure until the ranks of the next attempt run, and from the last failure to the end."""
-    lost = lost_seconds(build(job.happened, ["prog"], end=job.happened[-1]["time"]), "prog")
+    lost = lost_seconds(build(job.happened, ROLE, end=job.happened[-1]["time"]), "prog")
     failed = [event["failed_at"] for event in job.happened if event["kind"] == "failure"]
     assert len(failed) == 2
     assert all(float((job.work / f"failed_{attempt}").read_text()) <= failed[attempt] for attempt in (0, 1))

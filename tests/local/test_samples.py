@@ -17,13 +17,15 @@ import pytest
 
 from tests.local.hosts import Hosts, torchrun
 from tests.local.live import Live
-from tests.waits import until
-from torchx_monarch.client.rank_queries import ask_samples
+from tests.waits import WITHIN, until
+from torchx_monarch.client.rank_queries import ask_events, ask_samples
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.rank_process import Rank, RankProcess
 from torchx_monarch.host.ranks.rank_samples import take_samples
 from torchx_monarch.insight.rank_sample import RankSample
+from torchx_monarch.insight.timeline import build
+from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 
 PROGRAM = """
     import subprocess
@@ -92,7 +94,8 @@ def test_a_host_reads_proc_once_and_not_on_its_event_loop(tmp_path: Path) -> Non
 
 def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) -> None:
     began = time.time()
-    hosts = Hosts(folder, torchrun(script(PROGRAM), nnodes=2), replicas=2, options=("--grace", "1")).start()
+    options, no_file = ("--grace", "1"), {"MONARCH_EVENTS": ""}  # as on Kubernetes, where no supervisor has one
+    hosts = Hosts(folder, torchrun(script(PROGRAM), nnodes=2), 2, options, no_file).start()
     samples = wait_for(
         hosts,
         lambda found: (
@@ -123,6 +126,10 @@ def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) 
     assert samples[0].last_line.startswith("loss \\x1b[31m0 xxx") and len(samples[0].last_line) == 200
     assert samples[0].collectives == 6
     assert samples[0].groups[0].ranks == "0-3"
+    happened = ask_events(hosts.client.target, WITHIN)
+    drawn = build(happened, [RoleSpec("trainer", 2, workload=WorkloadKind.RANKS)], end=time.time())
+    assert [event["kind"] for event in happened[:3]] == ["job_started", "hosts", "ranks"]
+    assert drawn.roles[0].phase.name == "running" and [rank.number for rank in drawn.last_ranks()] == [0, 1, 2, 3]
     hosts.stop()
 
 

@@ -95,7 +95,6 @@ def test_what_names_another_job_is_not_copied(runner: Runner, monkeypatch: pytes
     env = made["kwargs"]["environment"]
     assert "MONARCH_CREDENTIALS" not in env and "MONARCH_RUN_DIR" not in env
     assert (env["MONARCH_MINE"], env["MONARCH_LOG_DIR"]) == ("kept", "/logs")
-    assert env["MONARCH_EVENTS"] == "/logs/events.jsonl"
 
 
 def test_retries_are_dockers_and_only_lost_replicas_are_replacements(runner: Runner) -> None:

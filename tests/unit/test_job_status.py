@@ -16,18 +16,19 @@ from unittest.mock import Mock
 import pytest
 from torchx.specs import AppDef, Role
 
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import reduce
-from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.cli import jobs, ls
 from torchx_monarch.cli import status as status_command
-from torchx_monarch.cli.status import render
+from torchx_monarch.cli.status import facts, of_roles, render
 from torchx_monarch.insight import events
+from torchx_monarch.insight.timeline import build as build_timeline
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.description import describe, summary_of
-from torchx_monarch.schedulers.job_status import Failure, JobStatus, LiveState, build, events_of, in_one_line
+from torchx_monarch.schedulers.job_status import Failure, JobStatus, LiveState, build, in_one_line
 
 HANDLE = "monarch_local://torchx/train-x7"
 NOW = 1000.0
@@ -75,8 +76,10 @@ def test_a_running_job() -> None:
     assert found.roles[0].command == "torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 2 train.py --lr 0.1"
     assert render(found, NOW).splitlines() == [
         f"{HANDLE}: RUNNING for 1 min 30 s",
-        "  phase        ranks run",
+        "  phase        the program runs",
         "  attempt      1 of 3",
+        "  replicas     train/0 RUNNING",
+        "               train/1 RUNNING",
         "  hosts        2x4 (world size 8)",
         "  last output  3.0 s ago",
         "  logs         /logs",
@@ -89,31 +92,60 @@ def test_the_phases_of_a_start(count: int, phase: str | None) -> None:
     assert status_of(snapshot(), STARTED[:count]).phase == phase
 
 
-@pytest.mark.parametrize("role", [{"role": "train"}, {}])  # a log does not name the role
-def test_an_elastic_job_on_fewer_hosts(role: dict[str, Any]) -> None:
+def test_an_elastic_job_on_fewer_hosts() -> None:
     app = snapshot(State.FAILED, State.RUNNING, State.RUNNING)
     assert status_of(app).hosts == 3
-    fewer = [
-        event("hosts", "hosts 2/3 (elastic, 1 to 3)", count=2, **role),
-        event("ranks", "ranks 8/8", count=8, **role),
-    ]
+    fewer = [event("hosts", "hosts 2/3 (elastic, 1 to 3)", count=2), event("ranks", "ranks 8/8", count=8)]
     found = status_of(app, fewer)
     assert (found.hosts, found.ranks) == (2, 8) and "  hosts        2x4 (world size 8)" in render(found, NOW)
+
+
+def test_a_role_without_hosts_waits_for_none() -> None:
+    """Whether or not this machine sees its events; beside a role with hosts the phase is that of those."""
+    app = snapshot(args=["-c", "sleep 30"], entrypoint="sh")
+    plain = replace(app, roles=[replace(app.roles[0], spec=RoleSpec("train", 2))])
+    begun = [*STARTED[:2], event("replica_started", time=911.0, role="train", replica=0)]
+    assert [status_of(plain, happened).phase for happened in ([], begun)] == ["running", "running"]
+    assert status_of(plain, [*begun, event("cancel", time=912.0)]).phase == "stopping"
+    assert [status_of(snapshot(), happened).phase for happened in ([], begun)] == [None, "hosts"]
+    beside = replace(app, roles=[*snapshot().roles, RoleSnapshot(RoleSpec("eval"), [])])
+    assert status_of(beside, begun).phase == "hosts"
+
+
+def test_replicas_are_listed_and_many_that_are_alike_share_a_line() -> None:
+    replicas = [ReplicaSnapshot("train", k, State.RUNNING, f"n{k}", restarts=int(k == 5)) for k in range(20)]
+    replicas[3] = replace(replicas[3], state=State.FAILED, exit_code=-9)
+    app = snapshot()
+    roles = [RoleSnapshot(RoleSpec("train", 20), replicas), RoleSnapshot(RoleSpec("eval"), [replicas[0]])]
+    roles[1] = replace(roles[1], replicas=[ReplicaSnapshot("eval", 0, State.PENDING)])
+    status = build(HANDLE, replace(app, roles=roles), reduce(app), now=NOW)
+    assert [text for title, text in facts(status, NOW) if title == "replicas"] == [
+        "train/0-2,4,6-19 RUNNING",
+        "train/3 FAILED with code 137 on n3",
+        "train/5 RUNNING, 1 restart on n5",
+        "eval/0 PENDING",
+    ]
+    assert [text for title, text in facts(of_roles(status, ["eval"]), NOW) if title == "replicas"] == ["eval/0 PENDING"]
+    assert of_roles(status, []) is status
+    with pytest.raises(UserError, match=r"has no role 'evil'; its roles are eval, train"):
+        of_roles(status, ["eval", "evil"])
 
 
 def test_a_failure_and_a_restart() -> None:
     failed = status_of(snapshot(), RESTARTED[:-1])
     assert failed.phase == "stopping" and failed.last_failure is not None and failed.last_failure.time == 960.0
     again = status_of(snapshot(restarts=0), RESTARTED)
-    assert (again.phase, again.attempt, again.attempts, again.restarts) == ("restarting", 2, 3, 1)
+    assert (again.phase, again.attempt, again.attempts, again.restarts) == ("ranks", 2, 3, 1)
     assert again.last_failure is not None
     assert again.last_failure.message == "rank 3 (...) exited with code 1: ValueError: boom"
     assert "last failure 39.0 s ago: rank 3 (...)" in render(again, NOW)
-    assert status_of(snapshot(), [*RESTARTED, event("requeue"), event("ranks", "ranks 8/8", count=8)]).attempt == 1
+    requeued = [*RESTARTED, event("requeue", time=962.0)]
+    assert (status_of(snapshot(), requeued).attempt, status_of(snapshot(), requeued).attempts) == (None, 3)
+    assert status_of(snapshot(), [*requeued, *({**later, "time": 963.0} for later in STARTED[2:])]).attempt == 1
 
 
 REASON = "rank 1 (...) exited with code 1: ValueError: loss is nan"
-FAILED = [event("failure", REASON, 960.0), event("result", f"FAILED: {REASON}", 961.0, code=1)]
+FAILED = [event("failure", REASON, 960.0), event("result", f"FAILED: {REASON}", 961.0, code=1, reason=REASON)]
 EXITED = [
     event("replica_exited", "replica train/1 (pid 8) exited with code 143", 962.0, exit_code=143, stopped=True),
     event("replica_exited", "replica train/0 (pid 7) exited with code 1", 962.0, exit_code=1, stopped=False),
@@ -141,7 +173,7 @@ AGAIN = event("restart", "the app is restarted (restart 1)", 963.0)
         ),
         # The earlier failure has been answered, and is not the reason of this restart.
         (
-            [*FAILED, AGAIN, *STARTED[2:], event("requeue", "told to stop; queued", 970.0)],
+            [*FAILED, AGAIN, event("ranks", time=965.0), event("requeue", "told to stop; queued", 970.0)],
             970.0,
             "told to stop; queued",
         ),
@@ -214,59 +246,35 @@ def test_facts_that_nobody_knows_are_none() -> None:
     assert render(found, NOW).splitlines() == [f"{HANDLE}: PENDING", "  phase        waits to start"]
 
 
-def test_progress_lines_stand_for_events() -> None:
-    lines = [
-        "[monarch] hosts 2/2 (0.31 s)",
-        "[monarch] ranks 8/8 (1.10 s)",
-        "[monarch] rank 3 (local rank 3 on a, pid 9) exited with code 1: boom",
-        "[monarch] restart 1 of 2 after: rank 3 (local rank 3 on a, pid 9) exited with code 1: boom",
-        "[monarch] waiting for host 1, 20 s",
-    ]
-    happened = events_of([TimedLine(950.0 + index, f"{line}\n") for index, line in enumerate(lines)])
-    assert [event["kind"] for event in happened] == ["hosts", "ranks", "failure", "rank_restart"]
-    lines = ["run 2: torchrun t.py", "run 2 FAILED: rank 3 failed", "SUCCEEDED: all 4 ranks ended with code 0 (1.84 s)"]
-    runs = events_of([TimedLine(950.0, f"[monarch] {line}\n") for line in lines])
-    assert [(event["kind"], event.get("run")) for event in runs] == [("run", 2), ("run_end", 2), ("result", None)]
-    found = status_of(snapshot(), happened)
-    assert (found.phase, found.attempt, found.attempts, found.ranks, found.started) == ("restarting", 2, 3, 8, 920.0)
-
-
-def test_numbers_with_thousands_of_digits_are_no_progress(tmp_path: Path) -> None:
+def test_fields_of_a_wrong_type_are_ignored(tmp_path: Path) -> None:
     digits = "9" * 5000  # int() raises ValueError above 4,300
-    lines = [f"[monarch] {line}\n" for line in (f"hosts {digits}/1", f"ranks {digits}/1", f"run {digits}: x.py")]
-    lines.append(f"[monarch] restart 1 of {digits} after: rank 3 failed\n")
-    happened = events_of([TimedLine(950.0, line) for line in lines])
-    written = [event("hosts", count=digits), event("ranks", count=[1]), event("spares", hosts=7)]
+    written = [
+        event("hosts", count=digits),
+        event("ranks", count=[1]),
+        event("spares", hosts=7),
+        event("hang", reason=1),
+    ]
     (path := tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in written))
-    happened += events.read(path)[0]
-    found = status_of(snapshot(), happened)
+    found = status_of(snapshot(), events.read(path)[0])
     assert (found.hosts, found.ranks, found.attempts) == (2, 8, 3)
     assert status_of(snapshot(args=["--nproc-per-node", digits, "train.py"])).ranks is None
-
-
-def test_facts_from_the_log_are_marked() -> None:
-    """A rank can print such lines."""
-    forged = "rank 3 (local rank 3 on node-a, pid 9) exited with code 1: forged"
-    happened = events_of([TimedLine(950.0, f"[monarch] {forged}")])
-    found = status_of(snapshot(), happened, from_log=True)
-    assert found.to_json()["from_log"] is True and found.last_failure is not None
-    assert "  source       what the ranks do, and how they failed, is from the log, which ranks can write to" in render(
-        found, NOW
-    )
-    for none in (status_of(snapshot(), [], from_log=True), status_of(snapshot(), happened)):
-        assert not none.from_log and "source" not in render(none, NOW)
 
 
 def test_a_live_allocation() -> None:
     run = {"run": 3, "state": "failed", "exit_code": 1, "started": 940.0, "ended": 950.0, "command": "torchrun\nt.py"}
     live = LiveState(True, 2, None, 3, 0, 42.0, 600.0, [run])
-    found = status_of(snapshot(args=["-m", "torchx_monarch.hosts"], entrypoint="python"), STARTED, live=live)
-    assert found.phase == "ready"
+    app = snapshot(args=["-m", "torchx_monarch.hosts"], entrypoint="python")
+    session = RoleSpec("train", 2, workload=WorkloadKind.SESSION)
+    app = replace(app, roles=[replace(app.roles[0], spec=session)])
+    found = status_of(app, STARTED[:3], live=live)
+    assert (found.phase, found.attempt) == ("ready", None)
     shown = render(found, NOW)
+    assert "  phase        ready for clients\n" in shown
     assert "  runs         3 so far\n" in shown and "  idle         42.0 s of 10 min 0 s" in shown
     assert "               run 3 failed with code 1 after 10.0 s: torchrun t.py\n" in shown
     assert "idle" not in render(replace(found, live=replace(live, run=4)), NOW)
-    assert status_of(snapshot(), STARTED, live=replace(live, run=4)).phase == "running"
+    begun = [*STARTED[:3], event("run", "run 4: t.py", 960.0, run=4), event("ranks", time=961.0, count=8)]
+    assert (status_of(app, begun).phase, status_of(app, begun).attempt) == ("running", 1)
 
 
 def test_names_and_messages_are_escaped() -> None:
@@ -278,37 +286,43 @@ def test_names_and_messages_are_escaped() -> None:
 
 def test_torchx_shows_one_line_of_it() -> None:
     app = snapshot(restarts=1)
-    line = in_one_line(status_of(app, [*RESTARTED, event("ranks", "ranks 8/8", count=8, role="train")]), NOW)
+    again = event("ranks", "ranks 8/8", 962.0, count=8, role="train")
+    line = in_one_line(status_of(app, [*RESTARTED, again]), NOW)
     assert line == (
-        "ranks run; attempt 2 of 3; 8 ranks on 2 hosts; "
+        "the program runs; attempt 2 of 3; 8 ranks on 2 hosts; "
         "last failure 39 s ago: rank 3 (...) exited with code 1: ValueError: boom"
     )
-    assert describe(replace(app, events=STARTED), reduce(app)).msg == "ranks run; attempt 1 of 3; 8 ranks on 2 hosts"
+    assert (
+        describe(replace(app, events=STARTED), reduce(app)).msg
+        == "the program runs; attempt 1 of 3; 8 ranks on 2 hosts"
+    )
     waiting = replace(snapshot(State.PENDING, State.PENDING), notes=["the queue is full"])
     assert describe(waiting, reduce(waiting)).msg == "the queue is full"
 
 
 def test_ranks_that_hang_are_shown_until_they_go_on() -> None:
     text = "rank 3 has not called gloo:all_reduce, number 6 of group 0, in which ranks 0-2 have waited for 300 s"
-    hanging = [*STARTED, event("hang", f"hang: {text}", 990.0)]
+    hanging = [*STARTED, event("hang", f"hang: {text}", 990.0, reason=text)]
     status = status_of(snapshot(), hanging)
-    assert status.hang is not None and (status.hang.time, status.hang.message) == (990.0, text)
+    assert (
+        status.phase == "hang" and status.hang is not None and (status.hang.time, status.hang.message) == (990.0, text)
+    )
     assert f"  hang         10.0 s ago: {text}" in render(status, NOW).splitlines()
     assert f"hang: {text}" in in_one_line(status, NOW)
-    stopped = [*hanging, event("stop", "host 0 was told to stop"), event("result", "STOPPED: host 0 was told to stop")]
+    stopped = [
+        *hanging,
+        event("stop", "host 0 was told to stop", 991.0),
+        event("result", "STOPPED: host 0 was told to stop", 992.0, stopped=True),
+    ]
     cancelled = snapshot(native=Outcome(State.CANCELLED, "cancelled"), events=stopped)
     assert f"  hang         10.0 s ago: {text}" in render(status_of(cancelled, stopped), NOW).splitlines()
     assert describe(cancelled, reduce(cancelled)).msg == f"cancelled; hang: {text}"
     shown = summary_of(HANDLE, cancelled, reduce(cancelled), 0.0, NOW).lines()
     assert f"  cause:  cancelled; hang: {text}" in shown
     done = replace(cancelled, native=Outcome(State.SUCCEEDED))
-    assert status_of(done, [*hanging, event("result", "SUCCEEDED: all ranks")]).hang is None
+    assert status_of(done, [*hanging, event("result", "SUCCEEDED: all ranks", 991.0)]).hang is None
     for kind in ("hang_end", "failure", "rank_restart", "ranks"):
-        assert status_of(snapshot(), [*hanging, event(kind)]).hang is None
-    lines = [
-        TimedLine(990.0, f"[monarch] {line}") for line in (f"hang: {text}", "hang over: rank 3 made the others wait")
-    ]
-    assert [event["kind"] for event in events_of(lines)] == ["hang", "hang_end"]
+        assert status_of(snapshot(), [*hanging, event(kind, time=991.0)]).hang is None
 
 
 def test_a_watched_status_does_not_scroll(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -386,20 +400,17 @@ def test_names_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_ranks_that_wait_in_a_breakpoint_are_named_until_they_go_on() -> None:
     text = "rank 1 waits at train.py:3 in f for 300 s. Debug it: torchx monarch debug H --rank 1"
-    (told,) = events_of([TimedLine(5.0, f"[monarch] {text}\n")])
-    assert told == {"time": 5.0, "kind": "breakpoint", "message": text, "rank": 1}
-    running = status_of(snapshot(), [*STARTED, {**told, "time": NOW - 2}])
+    told = event("breakpoint", text, NOW - 2, rank=1)
+    running = status_of(snapshot(), [*STARTED, told])
     assert f"  breakpoint   2.0 s ago: {text}" in render(running, NOW) and text in in_one_line(running, NOW)
-    (gone,) = events_of([TimedLine(6.0, "[monarch] rank 1 goes on without a debugger\n")])
+    gone = event("breakpoint_end", "rank 1 goes on without a debugger", NOW - 1, rank=1)
     assert not status_of(snapshot(), [*STARTED, told, gone]).breakpoints
-    other = {**told, "role": "b", "message": "rank 1 of b"}
-    both = [
-        {**told, "role": "a"},
-        other,
-        {**gone, "role": "a"},
-        {"time": 7.0, "kind": "ranks", "role": "a", "message": ""},
-    ]
-    assert [found.message for found in status_of(snapshot(), [*STARTED, *both]).breakpoints] == ["rank 1 of b"]
+    app = snapshot()
+    both = [replace(app.roles[0], spec=replace(app.roles[0].spec, name=name)) for name in "ab"]
+    waiting = [{**told, "role": "a"}, {**told, "role": "b", "message": "rank 1 of b"}]
+    for end in ({**gone, "role": "a"}, event("ranks", time=NOW - 1, role="a")):
+        found = status_of(replace(app, roles=both), [*STARTED, *waiting, end])
+        assert [place.message for place in found.breakpoints] == ["rank 1 of b"]
 
 
 @pytest.mark.parametrize(("phase", "asked"), [("queued", 0), ("hosts", 1), ("running", 1)])
@@ -411,5 +422,5 @@ def test_the_ranks_of_one_role_are_asked_while_another_one_starts(
     monkeypatch.setattr(jobs, "ask_samples", ask_samples)
     status = replace(status_of(snapshot()), phase=phase)
     reader = jobs.JobReader(scheduler, HANDLE, "train-x7", "trainer", "", 1.0)
-    reader._with_ranks(jobs.JobFacts(snapshot(), status), 0.0)
+    reader._with_ranks(jobs.JobFacts(snapshot(), status, build_timeline([], [], end=NOW)), 0.0)
     assert ask_samples.call_count == asked

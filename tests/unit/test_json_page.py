@@ -18,10 +18,11 @@ from torchx_monarch.cli import exit_codes, main, top
 from torchx_monarch.cli.debug import Breakpoint
 from torchx_monarch.cli.jobs import JobFacts
 from torchx_monarch.client.result import RankResult, RunInfo, RunResult
+from torchx_monarch.insight import timeline
 from torchx_monarch.insight.rank_sample import RankView
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
 from torchx_monarch.model.check_result import CheckResult
-from torchx_monarch.schedulers.job_status import PHASES, JobStatus, LiveState
+from torchx_monarch.schedulers.job_status import JobStatus, LiveState, ReplicaState
 
 _REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
@@ -44,7 +45,9 @@ def test_the_fields_of_a_status() -> None:
     assert documented("status, ls, wait") == names(JobStatus) - {"summary"}
     assert documented("live") == names(LiveState)
     line = next(line for line in (_REFERENCE / "json.md").read_text().splitlines() if line.startswith("| `phase`"))
-    assert re.findall(r"`(\w+)`", line)[1:] == list(PHASES)
+    hidden = {"submit", "first output", "unknown"}  # phases of a report alone
+    assert re.findall(r"`(\w+)`", line)[1:] == [phase for phase in timeline.PHASES if phase not in hidden]
+    assert documented("a replica") == names(ReplicaState)
     json.dumps(JobStatus("h", "n", "RUNNING").to_json())
 
 
@@ -72,7 +75,7 @@ def test_the_fields_of_stacks() -> None:
 
 def test_the_fields_of_top() -> None:
     status = JobStatus("h", "n", "RUNNING", activity=[RankView(0, 0, "host", 1, "running")])
-    shown: Any = top.to_json(JobFacts(AppSnapshot("a", "a", []), status))
+    shown: Any = top.to_json(JobFacts(AppSnapshot("a", "a", []), status, timeline.build([], [], end=1.0)))
     assert documented("a look") == set(shown)
 
 

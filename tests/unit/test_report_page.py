@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_timeline import HOSTS, RESTARTED, START, event
+from tests.unit.test_timeline import HOSTS, LIVE, RESTARTED, ROLE, START, event
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli.output import write_output
 from torchx_monarch.cli.report import read_stacks
@@ -28,7 +28,6 @@ def page(timeline: Timeline) -> str:
         "facts": [(HOSTILE, HOSTILE)],
         "rows": rows_of(timeline),
         "ticks": ticks(timeline.job.seconds),
-        "is_from_log": False,
         "roles": [{"name": HOSTILE, "lost": HOSTILE, "shares": shares(timeline, "t")}],
         "runs": timeline.spans_of("run"),
         "moments": timeline.moments,
@@ -70,7 +69,7 @@ class Elements(HTMLParser):
     ],
 )
 def test_texts_of_ranks_are_texts(happened: list[Event]) -> None:
-    text = page(build(happened, ["t"], start=99.0, end=130.0))
+    text = page(build(happened, ROLE, start=99.0, end=130.0))
     elements = Elements(text)
     assert not elements.names & {"script", "img", "iframe", "object", "embed", "base", "form"}
     assert elements.links == ["data:,"]
@@ -80,17 +79,17 @@ def test_texts_of_ranks_are_texts(happened: list[Event]) -> None:
 
 
 def test_the_picture_has_a_row_for_each_rank_and_folds_many_by_host() -> None:
-    restarted = build(RESTARTED, ["t"], end=999.0)
+    restarted = build(RESTARTED, ROLE, end=999.0)
     rows = rows_of(restarted)
     assert [row.label for row in rows] == ["phases", "attempts", "rank 0", "rank 1", "rank 2"]
     assert [style for _, style in rows[3].bars] == ["import", "failed", "running"]
     assert [style for _, style in rows[4].bars] == ["stopped", "running"]
     assert [moment.kind for moment in rows[0].marks] == ["failure"]
     text = page(restarted)
-    assert 'aria-label="phases: submit: 0.5 s from 0.0 s; queue: 0.5 s from 0.5 s;' in text
+    assert 'aria-label="phases: submit: 0.5 s from 0.0 s; queued: 0.5 s from 0.5 s;' in text
     assert "<title>rank 1, exit code 1, process group after 1.4 s: 3.9 s from 6.1 s</title>" in text
     many = [{"replica": replica, "first_rank": 4 * replica, "pids": [1, 2, 3, 4]} for replica in range(300)]
-    drawn = build([*START, event(106, "ranks", hosts=many)], ["t"], end=130.0)
+    drawn = build([*START, event(106, "ranks", hosts=many)], ROLE, end=130.0)
     assert rows_of(drawn)[1].label == "host 0" and "45 more rows are left out" in page(drawn)
 
 
@@ -105,7 +104,7 @@ def test_the_picture_has_a_row_for_each_rank_and_folds_many_by_host() -> None:
     ],
 )
 def test_the_axis_has_round_times(seconds: float, labels: list[str] | None) -> None:
-    timeline = build([], ["t"], start=100.0, end=100.0 + seconds)
+    timeline = build([], ROLE, start=100.0, end=100.0 + seconds)
     shown = re.findall(r'<text x="([\d.]+)%".*>(.*)</text>', page(timeline))
     assert labels is None or [label for _, label in shown] == labels
     assert len(shown) <= 10 and all(0 <= float(left) <= 100 for left, _ in shown)
@@ -117,17 +116,17 @@ def write(path: Path, data: bytes) -> None:
 
 
 def test_stacks_are_found(tmp_path: Path) -> None:
-    timeline = build(RESTARTED, ["t"], end=999.0)
+    timeline = build(RESTARTED, ROLE, end=999.0)
     write(tmp_path / "t/0/attempt_0/stacks.txt", b"old")
     assert read_stacks(str(tmp_path), timeline) == [("t/0/attempt_0/stacks.txt", "old")]
     write(tmp_path / "t/0/attempt_1/stacks.txt", b"new\x1b[2J\n  here\xff")
     (tmp_path / "t/1/attempt_1").mkdir(parents=True)
     (tmp_path / "t/1/attempt_1/stacks.txt").symlink_to("/etc/passwd")
     assert read_stacks(str(tmp_path), timeline) == [("t/0/attempt_1/stacks.txt", "new\\x1b[2J\n  here\ufffd")]
-    run = build([*START, event(105, "run", run=1), event(106, "ranks", hosts=HOSTS)], ["t"], end=130.0, live=["t"])
+    run = build([*START, event(105, "run", run=1), event(106, "ranks", hosts=HOSTS)], LIVE, end=130.0)
     write(tmp_path / "t/0/run_1/attempt_0/stacks.txt", b"of a run")
     assert read_stacks(str(tmp_path), run) == [("t/0/run_1/attempt_0/stacks.txt", "of a run")]
-    again = build([*START, event(106, "ranks", attempt=0, log_attempt=1, hosts=HOSTS)], ["t"], end=130.0)
+    again = build([*START, event(106, "ranks", attempt=0, log_attempt=1, hosts=HOSTS)], ROLE, end=130.0)
     assert read_stacks(str(tmp_path), again) == [("t/0/attempt_1/stacks.txt", "new\\x1b[2J\n  here\ufffd")]
     assert read_stacks(None, timeline) == []
 

@@ -49,11 +49,13 @@ def lines_of(snapshot: AppSnapshot, submitted: float = 90.0) -> list[str]:
 def test_ranks_that_took_long_to_their_group_are_a_hint(seconds: float, hints: int) -> None:
     exits = [{"rank": rank, "code": 0, "started": 100, "ended": 104, "grouped": 100 + seconds} for rank in (0, 1)]
     ended: Event = {"time": 104, "kind": "attempt_end", "message": "", "exits": exits}
-    shown = lines_of(replace(app(State.SUCCEEDED), events=[ended]))
+    met: Event = {"time": 98, "kind": "hosts", "message": ""}
+    started: Event = {"time": 99, "kind": "ranks", "message": "", "hosts": [{"replica": 0, "pids": [1, 2]}]}
+    shown = lines_of(replace(app(State.SUCCEEDED), events=[met, started, ended]))
     assert len([line for line in shown if line.startswith("  hint:   ranks took 2.5 s or more until")]) == hints
     why = "train.py:7 import wandb: it runs a thread (x)"
-    started: Event = {"time": 99, "kind": "ranks", "message": "", "hosts": [{"replica": 0, "unshared": why}]}
-    shown = lines_of(replace(app(State.SUCCEEDED), events=[started, ended]))
+    started["hosts"][0]["unshared"] = why
+    shown = lines_of(replace(app(State.SUCCEEDED), events=[met, started, ended]))
     assert sum(line.endswith(f"formed; the first import that they do not share: {why}") for line in shown) == hints
 
 

@@ -12,7 +12,10 @@ import pytest
 from torchx_monarch.insight import events
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.timeline import Timeline, build, lost_seconds
+from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 
+ROLE = [RoleSpec("t", workload=WorkloadKind.RANKS)]
+LIVE = [RoleSpec("t", workload=WorkloadKind.SESSION)]
 HOSTS: list[dict[str, Any]] = [
     {"replica": 0, "name": "a", "first_rank": 0, "pids": [7, 8], "imported": [101.0, 105.0]},
     {"replica": 1, "name": "b", "first_rank": 2, "pids": [9], "imported": []},
@@ -59,11 +62,11 @@ def check(timeline: Timeline) -> None:
 
 
 def test_a_job_with_a_restart() -> None:
-    timeline = build(RESTARTED, ["t"], end=999.0)
+    timeline = build(RESTARTED, ROLE, end=999.0)
     check(timeline)
     assert (timeline.job.start, timeline.job.end) == (100.0, 121.0)
     assert phases(timeline) == [
-        *(("submit", 100.5), ("queue", 101), ("hosts", 103), ("ranks", 106), ("first output", 107)),
+        *(("submit", 100.5), ("queued", 101), ("hosts", 103), ("ranks", 106), ("first output", 107)),
         *(("running", 110), ("stopping", 110.7), ("ranks", 111), ("running", 120), ("end", 121)),
     ]
     attempts = timeline.spans_of("attempt")
@@ -81,7 +84,7 @@ def test_a_job_with_a_restart() -> None:
 
 
 def test_lost_time_is_that_of_the_outages() -> None:
-    lost = lost_seconds(build(RESTARTED, ["t"], end=999.0), "t")
+    lost = lost_seconds(build(RESTARTED, ROLE, end=999.0), "t")
     assert lost == pytest.approx({"queue": 1.0, "launch": 5.0, "restart": 1.0, "hang": 0.0})
     requeued = [
         *RESTARTED[:6],
@@ -91,14 +94,14 @@ def test_lost_time_is_that_of_the_outages() -> None:
         event(151, "hosts"),
         event(160, "ranks"),
     ]
-    lost = lost_seconds(build(requeued, ["t"], end=170.0), "t")
+    lost = lost_seconds(build(requeued, ROLE, end=170.0), "t")
     assert lost == pytest.approx({"queue": 1.0, "launch": 5.0, "restart": 50.0, "hang": 0.0})
 
 
 def test_a_hang_begins_when_ranks_begin_to_wait() -> None:
     hangs = [event(115, "hang", waited=5.0), event(116, "hang", waited=1e12), event(118, "hang_end", waited=8.0)]
     happened = [*RESTARTED[:6], *hangs, event(120, "hang"), event(121, "failure", failed_at=120.5)]
-    timeline = build(happened, ["t"], end=122.0)
+    timeline = build(happened, ROLE, end=122.0)
     check(timeline)
     shown = [("running", 110), ("hang", 118), ("running", 120), ("hang", 120.5), ("stopping", 122)]
     assert phases(timeline)[-5:] == shown
@@ -108,7 +111,7 @@ def test_a_hang_begins_when_ranks_begin_to_wait() -> None:
 @pytest.mark.parametrize(
     ("more", "last"),
     [
-        ([], ("queue", 130)),
+        ([], ("queued", 130)),
         (START[1:2], ("hosts", 130)),
         (START[1:3], ("ranks", 130)),
         ([*START[1:], event(106, "ranks")], ("running", 130)),
@@ -117,7 +120,7 @@ def test_a_hang_begins_when_ranks_begin_to_wait() -> None:
     ],
 )
 def test_a_job_that_runs_ends_now(more: list[Event], last: tuple[str, float]) -> None:
-    timeline = build([START[0], *more], ["t"], end=130.0)
+    timeline = build([START[0], *more], ROLE, end=130.0)
     check(timeline)
     assert phases(timeline)[-1] == last
 
@@ -134,14 +137,14 @@ def test_runs_of_a_live_allocation() -> None:
         event(120, "run", run=2),
         event(121, "ranks", attempt=0),
     ]
-    timeline = build(happened, ["t"], end=125.0, live=["t"])
+    timeline = build(happened, LIVE, end=125.0)
     check(timeline)
     runs = [(span.number, span.start, span.end, span.code) for span in timeline.spans_of("run")]
     assert runs == [(1, 110, 118, 3), (2, 120, 125, None)]
     assert [span.name for span in timeline.spans_of("attempt")] == ["attempt 1", "attempt 2", "attempt 1"]
     assert [timeline.spans[span.parent or 0].number for span in timeline.spans_of("attempt")] == [1, 1, 2]
-    assert ("idle", 110) in phases(timeline) and ("idle", 120) in phases(timeline)
-    assert phases(build(START, ["t"], end=125.0, live=["t"]))[-1] == ("idle", 125)
+    assert ("ready", 110) in phases(timeline) and ("ready", 120) in phases(timeline)
+    assert phases(build(START, LIVE, end=125.0))[-1] == ("ready", 125)
 
 
 def test_roles_have_phases_of_their_own() -> None:
@@ -152,21 +155,21 @@ def test_roles_have_phases_of_their_own() -> None:
         event(110, "restart", role="b"),
         event(111, "ended"),
     ]
-    timeline = build(happened, ["a", "b"], end=111.0)
+    timeline = build(happened, [RoleSpec(name, workload=WorkloadKind.RANKS) for name in "ab"], end=111.0)
     check(timeline)
-    assert phases(timeline, "a") == [("submit", 100.5), ("queue", 101), ("hosts", 103), ("ranks", 111)]
+    assert phases(timeline, "a") == [("submit", 100.5), ("queued", 101), ("hosts", 103), ("ranks", 111)]
     assert phases(timeline, "b")[-2:] == [("ranks", 110), ("hosts", 111)]
 
 
 def test_nothing_is_known() -> None:
-    assert phases(build([], ["t"], start=5.0, end=9.0)) == [("queue", 9.0)]
+    assert phases(build([], ROLE, start=5.0, end=9.0)) == [("queued", 9.0)]
     check(build([], [], end=9.0))
-    check(build([], ["t"], end=9.0))
+    check(build([], ROLE, end=9.0))
 
 
 def test_an_end_in_whole_seconds_cuts_off_no_phase() -> None:
     happened = [*START, event(104.6, "ranks"), event(104.9, "failure")]
-    timeline = build(happened, ["t"], end=104.0)
+    timeline = build(happened, ROLE, end=104.0)
     check(timeline)
     assert timeline.job.end == 104.9 and phases(timeline)[-2:] == [("ranks", 104.6), ("running", 104.9)]
 
@@ -196,4 +199,4 @@ def test_fields_of_a_wrong_type_are_ignored(hostile: dict[str, Any], tmp_path: P
     ]
     path = tmp_path / "events.jsonl"
     path.write_text("".join(f"{json.dumps(written)}\n" for written in happened))
-    check(build(events.read(path)[0], ["t"], end=130.0))
+    check(build(events.read(path)[0], ROLE, end=130.0))

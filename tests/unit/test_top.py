@@ -14,16 +14,18 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.cli import top
 from torchx_monarch.cli.jobs import JobFacts
 from torchx_monarch.cli.output import Screen
+from torchx_monarch.insight import timeline
 from torchx_monarch.insight.rank_sample import RankView
 from torchx_monarch.schedulers.job_status import Failure, JobStatus
 
 APP = AppSnapshot("a-1", "a", [])
+EMPTY = timeline.build([], [], end=1.0)
 JOB = JobStatus("monarch_local://torchx/a-1", "a", "RUNNING", phase="running", elapsed=61, attempt=2, attempts=3)
 
 
 def view(ranks: int, **more: Any) -> JobFacts:
     rows = [RankView(rank, 0, f"node{rank // 8}", 100 + rank, "running", last_line="x" * 300) for rank in range(ranks)]
-    return JobFacts(APP, replace(JOB, activity=rows), **more)
+    return JobFacts(APP, replace(JOB, activity=rows), EMPTY, **more)
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 6), (300, 100)])
@@ -48,11 +50,11 @@ def test_a_screen_fits_its_terminal_and_the_last_one_is_whole(
 def test_the_head_says_what_is_wrong() -> None:
     hang = Failure(0.0, "rank 1 makes rank 0 wait")
     status = replace(JOB, hang=hang, last_failure=Failure(0.0, "rank 1 \x1b exited"), restarts=1, hosts=1, ranks=2)
-    failed = JobFacts(APP, status, missing={"1": "no answer"}, problem="cannot be reached")
+    failed = JobFacts(APP, status, EMPTY, missing={"1": "no answer"}, problem="cannot be reached")
     assert top.head(failed, 80) == [
         "monarch_local://torchx/a-1: RUNNING for 1 min 1 s",
-        "ranks run; attempt 2 of 3; 2 ranks on 1 host; hang: rank 1 makes rank 0 wait;",
-        r"last failure: rank 1 \x1b exited; 1 restart",
+        "attempt 2 of 3; 2 ranks on 1 host; hang: rank 1 makes rank 0 wait; last failure:",
+        r"rank 1 \x1b exited; 1 restart",
         "host 1: no answer",
         "cannot be reached",
     ]

@@ -26,6 +26,11 @@ def add_handle(parser: argparse.ArgumentParser, required: bool = False) -> None:
 def add_role_and_address(parser: argparse.ArgumentParser) -> None:
     """Define the options that say where the hosts of an allocation are."""
     parser.add_argument("--role", default="", help="which of the app's roles (default: the first)")
+    add_address(parser)
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """Define the option for a machine that is not in the network of the hosts."""
     parser.add_argument(
         "--address", default="", help="HOST:PORT where replica 0 is reached from here: the near end of a tunnel"
     )

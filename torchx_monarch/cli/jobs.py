@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read what is known of a job: its scheduler's answer, its events, its logs, its hosts and its ranks.
+"""Read what is known of a job: its scheduler's answer, its events, its hosts and its ranks.
 
 ``status``, ``top`` and ``report`` show parts of the same ``JobFacts``.
 """
@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import time
 from collections import deque
@@ -21,9 +20,8 @@ from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.cli.handles import unknown
 from torchx_monarch.client.connection import Target, ask
 from torchx_monarch.client.hosts import Hosts
-from torchx_monarch.client.rank_queries import SAMPLES_TIMEOUT, ask_samples
+from torchx_monarch.client.rank_queries import SAMPLES_TIMEOUT, ask_events, ask_samples
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
-from torchx_monarch.insight import timeline
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.log_lines import host_text
 from torchx_monarch.insight.rank_sample import RankSample, RankView, rank_views
@@ -35,11 +33,8 @@ from torchx_monarch.schedulers.description import log_folder, summary_of
 from torchx_monarch.schedulers.job_status import JobStatus, LiveState
 from torchx_monarch.schedulers.monarch import MonarchScheduler, registered_scheduler
 
-_MAX_LINES = 100_000
-"""Progress lines that are read of one log: a rank can imitate them."""
-
 _TAIL = 200
-"""Lines at the end of a replica's log in which its last output, and the present phase, are looked for."""
+"""Lines at the end of a replica's log in which its last output is looked for."""
 
 _MAX_LOGS = 64
 """Replicas whose logs are read for the last output; each may cost a request."""
@@ -66,23 +61,9 @@ class JobFacts:
 
     app: AppSnapshot
     status: JobStatus
+    timeline: Timeline
     missing: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
-
-    @functools.cached_property
-    def timeline(self) -> Timeline:
-        """The timeline of the job until its end or now."""
-        status, happened = self.status, self.app.events
-        if status.started and (status.from_log or not happened):
-            started = {"time": status.started, "kind": "job_started", "message": "the job started"}
-            happened = [started, *(event for event in happened if event["time"] >= status.started)]
-        return timeline.build(
-            happened,
-            [role.spec.name for role in self.app.roles],
-            start=status.submitted or status.started or 0.0,
-            end=status.ended or time.time(),
-            live=[role.spec.name for role in self.app.roles if role.spec.workload is WorkloadKind.SESSION],
-        )
 
 
 @dataclass
@@ -110,30 +91,24 @@ class JobReader:
             raise unknown(self.handle)
         return found
 
-    def read(self, sample_pause: float | None = None, whole_log: bool = False) -> JobFacts:
+    def read(self, sample_pause: float | None = None) -> JobFacts:
         """Return what is known now; raise as ``read_app`` does.
 
         Args:
             sample_pause: seconds between the first two samples of the ranks of a job that runs; 0 for one sample, which
                 tells no rates; None to ask neither ranks nor logs what they do.
-            whole_log: whether the events that a log stands for begin with its first line.
         """
         app, decided = self.read_app()
-        recorded = app.events
-        app = replace(app, events=recorded or self._events_of_logs(app, 0 if whole_log else _TAIL))
-        is_running = decided.state is State.RUNNING
+        is_running, now = decided.state is State.RUNNING, time.time()
+        if is_running and not app.events:
+            app = replace(app, events=self._ask_events(app))
+        drawn, live = job_status.timeline_of(app, decided, now), self._ask_live(app) if is_running else None
         status = job_status.build(
-            self.handle,
-            app,
-            decided,
-            log_folder=log_folder(app),
-            live=self._ask_live(app) if is_running else None,
-            from_log=not recorded,
+            self.handle, app, decided, now=now, drawn=drawn, log_folder=log_folder(app), live=live
         )
         if status.has_ended:
-            summary = summary_of(self.handle, app, decided, status.submitted or 0.0, time.time())
-            status = replace(status, summary=summary)
-        facts = JobFacts(app, status)
+            status = replace(status, summary=summary_of(self.handle, app, decided, status.submitted or 0.0, now))
+        facts = JobFacts(app, status, drawn)
         return facts if sample_pause is None or not is_running else self._with_ranks(facts, sample_pause)
 
     def watch(self, interval: float, sample_pause: float) -> Iterator[JobFacts]:
@@ -167,16 +142,18 @@ class JobReader:
         before, self._samples = self._samples, samples or self._samples
         return rank_views(samples, before), missing
 
-    def _events_of_logs(self, app: AppSnapshot, tail: int) -> list[Event]:
-        """Return the events that the last lines (0: all) in the log of each role's replica 0 stand for."""
-        found: list[Event] = []
-        for role in app.roles:
-            with contextlib.suppress(BackendError, UserError):
-                lines = self.scheduler.apps.replica_log(app, role.spec.name, 0, tail=tail)
-                marked = (line for line in lines if "[monarch]" in line.text)
-                happened = job_status.events_of(itertools.islice(marked, _MAX_LINES))
-                found += [{**event, "role": role.spec.name} for event in happened if event["time"]]
-        return sorted(found, key=lambda event: event["time"])
+    def _ask_events(self, app: AppSnapshot) -> list[Event]:
+        """Return the events that replica 0 of each role has; none of a role whose replica 0 cannot be reached."""
+        names = [role.spec.name for role in app.roles if role.spec.runs_hosts]
+
+        def ask_role(name: str) -> list[Event]:
+            with contextlib.suppress(UnreachableError, RefusedError):
+                address = self.address if name == (self.role or names[0]) else ""
+                return ask_events(Target.from_handle(self.handle, name, address), PATIENCE)
+            return []
+
+        with ThreadPoolExecutor(_AT_A_TIME) as pool:
+            return [*itertools.chain(*pool.map(ask_role, names))]
 
     def _last_output(self, app: AppSnapshot) -> float:
         """Return when a rank has printed something last, as the ends of the logs tell; 0 if they do not."""

@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torchx_monarch.cli.handles import used_schedulers
 from torchx_monarch.cli.jobs import opened
@@ -63,9 +64,10 @@ def _jobs(name: str) -> list[JobStatus]:
         logging.getLogger("torchx.runner.config").setLevel(logging.WARNING)  # it names each file that it reads
         config.apply(scheduler=name, cfg=cfg)
         now = time.time()
-        return [
+        found = (
             build(f"{name}://torchx/{app.app_id}", app, status, now=now) for app, status in scheduler.apps.list(cfg)
-        ]
+        )
+        return [replace(job, replicas=None) for job in found]
 
 
 def _all_jobs() -> list[JobStatus]:

@@ -10,14 +10,15 @@ import time
 from pathlib import Path
 
 from torchx_monarch.backends.core.state_files import path_name
+from torchx_monarch.cli.allocation_arguments import add_address
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
 from torchx_monarch.cli.output import STDOUT, add_json, print_json, write_output
 from torchx_monarch.cli.status import facts, state_and_time
 from torchx_monarch.insight.report_page import render, rows_of, shares, ticks
 from torchx_monarch.insight.summary import show_duration
-from torchx_monarch.insight.timeline import Span, Timeline, lost_seconds
-from torchx_monarch.schedulers.job_status import PHASES, JobStatus
+from torchx_monarch.insight.timeline import PHASES, Timeline, lost_seconds
+from torchx_monarch.schedulers.job_status import JobStatus
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import one_line, printable
 
@@ -26,20 +27,21 @@ _MAX_RANKS = 512
 _MAX_BYTES = 256 * 1024
 """Most bytes of the stacks of one host that are shown."""
 
-_SHOWN_ELSEWHERE = ("message", "cause", "log", "phase", "hang", "source", "runs", "idle", "next", "")
+_SHOWN_ELSEWHERE = ("message", "cause", "log", "phase", "hang", "runs", "idle", "next")
 """The facts of a status that the page has in other places."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_handle(parser)
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the file to write; - for stdout")
+    add_address(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Write the page."""
-    with opened_job(args.handle) as job:
-        facts = job.read(SAMPLE_PAUSE_S, whole_log=True)
+    with opened_job(args.handle, address=args.address) as job:
+        facts = job.read(SAMPLE_PAUSE_S)
     write_output(args.output, page_of(facts))
     if args.json and args.output not in STDOUT:
         roles = [span.name for span in facts.timeline.spans_of("role")]
@@ -63,7 +65,7 @@ def page_of(job: JobFacts) -> str:
     status, drawn, ended = job.status, job.timeline, job.status.summary
     cause = ended.cause if ended is not None else status.message or PHASES.get(status.phase or "", "")
     hang = f"hang: {status.hang.message}" if status.hang is not None else ""
-    ranks, unshown = _last_ranks(drawn), ("output", "result", "ended")
+    ranks, unshown = drawn.last_ranks(), ("output", "result", "ended")
     page = {
         "name": one_line(status.name),
         "handle": one_line(status.handle),
@@ -75,7 +77,6 @@ def page_of(job: JobFacts) -> str:
         "facts": _facts(status),
         "rows": rows_of(drawn),
         "ticks": ticks(drawn.job.seconds),
-        "is_from_log": status.from_log,
         "roles": [
             {"name": span.name, "lost": _lost(drawn, span.name), "shares": shares(drawn, span.name)}
             for span in drawn.spans_of("role")
@@ -93,32 +94,22 @@ def page_of(job: JobFacts) -> str:
 def _facts(status: JobStatus) -> list[tuple[str, str]]:
     stated = [(title.rstrip(": "), text) for title, text in facts(status) if title not in _SHOWN_ELSEWHERE]
     dates = (("submitted", status.submitted), ("started", status.started), ("ended", status.ended))
-    return [
-        *(fact for fact in stated if fact[0].startswith("command")),
-        *((title, _date(when)) for title, when in dates if when is not None),
-        *(fact for fact in stated if not fact[0].startswith("command")),
-    ]
+    found = [fact for fact in stated if fact[0].startswith("command")]
+    found += [(title, _date(when)) for title, when in dates if when is not None]
+    return found + [fact for fact in stated if not fact[0].startswith("command")]
 
 
 def _lost(drawn: Timeline, role: str) -> str:
     lost = {cause: seconds for cause, seconds in lost_seconds(drawn, role).items() if seconds >= 0.05}
     total = sum(lost.values())
+    if unknown := sum(span.seconds for span in drawn.spans_of("phase", role) if span.name == "unknown"):
+        return f"What happened during {show_duration(unknown)} is not known: this machine does not see those events."
     if not total:
         return "No time was lost."
     # The time after a failure is lost also if nothing starts again, and the job ends.
     named = {"restart": "after failures"}
     parts = ", ".join(f"{named.get(cause, cause)} {show_duration(seconds)}" for cause, seconds in lost.items())
     return f"Lost: {show_duration(total)} of {show_duration(drawn.job.seconds)} ({parts})."
-
-
-def _last_ranks(drawn: Timeline) -> list[Span]:
-    """Return the ranks of each role's last attempt, by role and rank."""
-    last: dict[tuple[str, int], Span] = {}
-    attempts = {span.role: at for at, span in enumerate(drawn.spans) if span.kind == "attempt"}
-    for span in drawn.spans_of("rank"):
-        if span.parent == attempts[span.role]:
-            last[span.role, span.number] = span
-    return [last[key] for key in sorted(last)]
 
 
 def read_stacks(folder: str | None, timeline: Timeline) -> list[tuple[str, str]]:

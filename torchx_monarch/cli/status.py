@@ -11,13 +11,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.cli.allocation_arguments import add_address
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import PATIENCE, SAMPLE_PAUSE_S, opened_job
 from torchx_monarch.cli.output import Screen, add_json, print_json, print_record
 from torchx_monarch.insight.rank_sample import RankView
-from torchx_monarch.insight.summary import Summary, raised_at, show_duration
+from torchx_monarch.insight.stacks import ranges
+from torchx_monarch.insight.summary import raised_at, show_duration, show_restarts
+from torchx_monarch.insight.timeline import PHASES
 from torchx_monarch.model.state import State
-from torchx_monarch.schedulers.job_status import PHASES, Failure, JobStatus, LiveState
+from torchx_monarch.schedulers.job_status import Failure, JobStatus, LiveState, ReplicaState
 from torchx_monarch.system.untrusted_text import one_line
 
 _INTERVAL_S = 1.0
@@ -30,17 +34,34 @@ _INDENT = " " * 15
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_handle(parser)
     parser.add_argument("-w", "--watch", action="store_true", help="show it again and again until the job has ended")
+    parser.add_argument("--roles", default="", metavar="ROLES", help="only replicas and commands of these roles: a,b")
+    add_address(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Print the status of a job; with ``--watch`` each time that it changes, until its end."""
-    with opened_job(args.handle, timeout=PATIENCE) as job:
+    names = [name.strip() for name in args.roles.split(",") if name.strip()]
+    with opened_job(args.handle, address=args.address, timeout=PATIENCE) as job:
         if args.watch:
-            watch((facts.status for facts in job.watch(_INTERVAL_S, SAMPLE_PAUSE_S)), args.json)
+            watch((of_roles(facts.status, names) for facts in job.watch(_INTERVAL_S, SAMPLE_PAUSE_S)), args.json)
             return
-        status = job.read(SAMPLE_PAUSE_S).status
+        status = of_roles(job.read(SAMPLE_PAUSE_S).status, names)
     print_json(status.to_json()) if args.json else print(render(status))
+
+
+def of_roles(status: JobStatus, names: Sequence[str]) -> JobStatus:
+    """Return a status with the roles and replicas of these names alone; with all of them for no name."""
+    known = {replica.role for replica in status.replicas or ()}
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"{status.handle} has no role {unknown[0]!r}; its roles are {', '.join(sorted(known))}")
+    if not names:
+        return status
+    return replace(
+        status,
+        roles=[role for role in status.roles if role.role in names],
+        replicas=[replica for replica in status.replicas or () if replica.role in names],
+    )
 
 
 def watch(found: Iterator[JobStatus], as_json: bool) -> None:
@@ -99,12 +120,17 @@ _MAX_ODD = 3
 _MAX_BREAKPOINTS = 4
 """Ranks that wait in a breakpoint that are shown."""
 
-_FROM_LOG = "what the ranks do, and how they failed, is from the log, which ranks can write to"
+_MAX_ALIKE = 8
+"""Replicas of a role in the same state that have a line each; more of them share one."""
 
 
 def render(status: JobStatus, now: float | None = None) -> str:
     """Return the status as lines without the last line end; a fact that is not known has no line."""
-    return "\n".join([headline(status), *(f"  {title:<13}{text}" for title, text in facts(status, now))])
+    lines, last = [headline(status)], ""
+    for title, text in facts(status, now):
+        lines.append(f"  {'' if title == last else title:<13}{text}")
+        last = title
+    return "\n".join(lines)
 
 
 def headline(status: JobStatus) -> str:
@@ -121,40 +147,54 @@ def state_and_time(status: JobStatus) -> str:
 def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
     """Return what is known of a job beside its state, as titles and texts."""
     now = time.time() if now is None else now
-    activity, live, ended = status.activity or (), status.live, status.summary
+    activity, ended = status.activity or (), status.summary
     message = status.message if ended is None else ended.cause
     failure = status.last_failure if status.last_failure and status.last_failure.message not in message else None
-    command = "command of {}: " if len(status.roles) > 1 else "command"
+    live = [] if status.live is None else [*_live(status.live, now)]
+    title = "command of {}: " if len(status.roles) > 1 else "command"
     found = [
         ("cause" if ended is not None and status.state == State.FAILED else "message", one_line(message)),
-        *(_cause(status, ended) if ended is not None else ()),
+        ("raised", raised_at(ended.traceback) if ended is not None else ""),
+        ("log", one_line(ended.log) if ended is not None and ended.log != status.log_folder else ""),
         ("phase", PHASES.get(status.phase or "", "")),
         ("exit code", _text(status.exit_code)),
         ("attempt", _attempt(status)),
         ("restarts", _text(status.restarts or None)),
-        ("hosts", size_of(status, " (world size {})")),
-        ("spares", one_line(", ".join(status.spares))),
-        *(("excluded", one_line(exclusion.message)) for exclusion in status.excluded),
-        ("last failure", _ago(failure, now)),
-        ("hang", _ago(status.hang, now)),
-        *(("breakpoint", _ago(waiting, now)) for waiting in status.breakpoints[:_MAX_BREAKPOINTS]),
-        ("source", _FROM_LOG if status.from_log else ""),
+    ]
+    found += [("replicas", line) for line in _replicas(status.replicas or ())]
+    found += [("hosts", size_of(status, " (world size {})")), ("spares", one_line(", ".join(status.spares)))]
+    found += [("excluded", exclusion.message) for exclusion in status.excluded]
+    found += [("last failure", _ago(failure, now)), ("hang", _ago(status.hang, now))]
+    found += [("breakpoint", _ago(waiting, now)) for waiting in status.breakpoints[:_MAX_BREAKPOINTS]]
+    found += [
         ("last output", f"{show_duration(now - status.last_output)} ago" if status.last_output else ""),
         ("progress", _progress(activity)),
         ("collectives", _collectives(activity)),
         ("each rank", _use(activity)),
-        *(_live(live, now) if live is not None else ()),
+        *live,
         ("logs", one_line(status.log_folder or "")),
-        *((command.format(role.role), role.command) for role in status.roles),
-        ("next", one_line(ended.next[0]) if ended is not None else ""),
-        ("", f"torchx monarch report {one_line(status.handle)} -o job.html" if ended is not None else ""),
     ]
+    found += [(title.format(role.role), role.command) for role in status.roles]
+    if ended is not None:
+        found += [("next", one_line(ended.next[0]))]
+        found += [("next", f"torchx monarch report {one_line(status.handle)} -o job.html")]
     return [(title, text) for title, text in found if text]
 
 
-def _cause(status: JobStatus, ended: Summary) -> list[tuple[str, str]]:
-    log = one_line(ended.log) if ended.log != status.log_folder else ""
-    return [("raised", raised_at(ended.traceback)), ("log", log)]
+def _replicas(replicas: Sequence[ReplicaState]) -> Iterator[str]:
+    """Yield the state of each replica; of many in the same state together."""
+    alike: dict[tuple[str, str, int | None, int], list[ReplicaState]] = {}
+    for replica in replicas:
+        alike.setdefault((replica.role, replica.state, replica.exit_code, replica.restarts), []).append(replica)
+    for (role, state, code, restarts), group in alike.items():
+        text = state + (f" with code {code}" if code else "") + (f", {show_restarts(restarts)}" if restarts else "")
+        if len(group) > _MAX_ALIKE:
+            yield f"{role}/{ranges([replica.replica for replica in group])} {text}"
+        else:
+            yield from (
+                f"{role}/{replica.replica} {text}" + (f" on {replica.host}" if replica.host else "")
+                for replica in group
+            )
 
 
 def _text(number: int | None) -> str:
@@ -234,7 +274,8 @@ def _live(live: LiveState, now: float) -> Iterator[tuple[str, str]]:
         code = f" with code {run['exit_code']}" if run["exit_code"] else ""
         took = show_duration((run["ended"] or now) - run["started"]) if run["started"] else ""
         time_of = f" {'after' if run['ended'] else 'for'} {took}" if took else ""
-        yield "", one_line(f"run {run['run']} {run['state']}{code}{time_of}: {' '.join(run['command'].split())}", 200)
+        command = " ".join(run["command"].split())
+        yield "runs", one_line(f"run {run['run']} {run['state']}{code}{time_of}: {command}", 200)
     if live.run is None:
         limit = f" of {show_duration(live.idle_timeout)}" if live.idle_timeout else ""
         yield "idle", f"{show_duration(live.idle)}{limit}"

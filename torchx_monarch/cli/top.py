@@ -17,7 +17,7 @@ from torchx_monarch.cli.output import Screen, add_json, print_record
 from torchx_monarch.cli.status import headline
 from torchx_monarch.insight.log_lines import is_terminal
 from torchx_monarch.insight.rank_sample import RankView
-from torchx_monarch.insight.stacks import rank_ranges
+from torchx_monarch.insight.stacks import ranges
 from torchx_monarch.insight.summary import show_duration, show_restarts
 from torchx_monarch.schedulers import job_status
 from torchx_monarch.system.untrusted_text import one_line
@@ -132,7 +132,7 @@ def rank_table(ranks: Sequence[RankView], width: int, by_host: bool = False) -> 
 
 
 def _cells(ranks: Sequence[RankView]) -> tuple[str, ...]:
-    numbers = rank_ranges([rank.rank for rank in ranks]).partition(" ")[2]
+    numbers = ranges([rank.rank for rank in ranks])
     states = Counter({"uninterruptible": "disk wait"}.get(rank.state, rank.state) for rank in ranks)
     cpus, rates, waits = (_values(ranks, name) for name in ("cpu", "collectives_per_second", "waited_for"))
     memory, busy = _values(ranks, "gpu_bytes"), _values(ranks, "gpu_busy")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ask all hosts of a job, through its replica 0, what their ranks do (see ``controller.rank_clients``).
+"""Ask replica 0 of a job for its events, and through it all hosts what their ranks do (``controller.rank_clients``).
 
-All functions raise as ``Hosts`` does; replica 0 refuses if its hosts are not together, or have no ranks.
+The functions with ``Hosts`` raise as ``Hosts`` does; replica 0 refuses if its hosts are not together, or have no ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import TypeVar
 from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.exceptions import AllocationError
+from torchx_monarch.insight import events
+from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.profile import RankProfile
 from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.insight.stacks import ProcessStacks, rank_ranges
@@ -27,6 +29,20 @@ SAMPLES_TIMEOUT = 12.0
 
 _STACKS_TIMEOUT = 40.0
 """Seconds to wait for stacks: replica 0 waits for the other hosts, and for a profile also for py-spy."""
+
+
+def ask_events(target: Target, timeout: float) -> list[Event]:
+    """Return the events of a role, which its replica 0 has; ``timeout`` seconds for each step.
+
+    Raises:
+        UnreachableError: replica 0 does not answer.
+        RefusedError: it refuses the request, as a host of an earlier release does.
+    """
+    found: list[Event] = []
+    with Connection.open(target, {"type": "events"}, timeout) as link:
+        while (answer := link.answer(timeout)).get("type") == "events":
+            found += filter(None, map(events.checked, answer["events"]))
+    return found
 
 
 def ask_samples(hosts: Hosts, timeout: float = SAMPLES_TIMEOUT) -> tuple[list[RankSample], dict[str, str]]:

@@ -107,6 +107,7 @@ class HangWatch:
         self._reporter.report(
             "hang",
             f"hang: {hang.describe()}",
+            reason=hang.describe(),
             attempt=attempt,
             fault=hang.fault.value,
             ranks=hang.ranks,

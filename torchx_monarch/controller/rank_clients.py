@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What clients ask of ranks through replica 0: stacks, profiles, samples; and to debug a rank in a breakpoint.
+"""What clients ask of replica 0: the events of its role; stacks, profiles and samples of ranks; a debugger.
 
 The greeting ``stacks`` of a client has the field ``rank``, the only global rank that is asked (null for all);
-the greeting ``profile`` has those of ``ProfileRanks``; the greeting ``samples`` has none. The answer is a
-message of the greeting's type for each host, with a list in the field of that name: of ``ProcessStacks``,
-``RankProfile`` or ``RankSample`` of the package insight. The last message is of type ``end``, and its ``missing`` has
-the hosts that have not answered: an object from replica to reason.
+the greeting ``profile`` has those of ``ProfileRanks``; the greetings ``samples`` and ``events`` have none. The answer
+is a message of the greeting's type for each host, or each event, with a list in the field of that name: of
+``ProcessStacks``, ``RankProfile`` or ``RankSample`` of the package insight, or events. The last message is of type
+``end``, and its ``missing`` has the hosts that have not answered: an object from replica to reason.
 
 For each rank in a breakpoint, its host has a connection to replica 0, and passes it on to the rank; replica 0 passes
 messages on between it and that of a client. Whichever ends first, the other one is closed.
@@ -71,6 +71,13 @@ class HostQueries:
             raise RendezvousError(f"seconds={request.seconds!r:.20} is not between 1 and {MAX_SECONDS:g}")
         # py-spy ends with its client: nobody else reads what it samples for up to ten minutes.
         await peer.while_connected(self._answer("profile", request, request.seconds + _PY_SPY_TIMEOUT, peer))
+
+    async def events(self, peer: Peer) -> None:
+        """Send the events of the role, each in a message, and ``end``."""
+        for event in await asyncio.to_thread(self._hosts.reporter.events):
+            with contextlib.suppress(messages.ProtocolError):  # longer than a message may be: a rank has written it
+                await peer.send({"type": "events", "events": [event]})
+        await peer.send({"type": "end"})
 
     async def samples(self, peer: Peer) -> None:
         await self._answer("samples", SampleRanks(), _TIMEOUT, peer)

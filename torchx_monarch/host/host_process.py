@@ -32,6 +32,7 @@ from torchx_monarch.host.no_restart_marker import NoRestartMarker
 from torchx_monarch.host.ranks.rank_process import reap_orphans
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
 from torchx_monarch.host.workload import BatchRun, Workload
+from torchx_monarch.insight import events
 from torchx_monarch.insight.job_end import JobEnd
 from torchx_monarch.insight.progress import Reporter, write_result
 from torchx_monarch.model.env_names import CREDENTIALS
@@ -65,9 +66,9 @@ class HostProcess:
         stderr = Console(os.dup(2), stdout)
         self._run_dir = environ.get("MONARCH_RUN_DIR") or run_dirs.new_run_dir()
         log_dir = os.path.abspath(environ.get("MONARCH_LOG_DIR") or tempfile.mkdtemp(prefix="torchx-monarch-"))
-        events_path = environ.get("MONARCH_EVENTS") if options.replica == 0 else None
+        events_path = environ.get("MONARCH_EVENTS") or os.path.join(log_dir, events.FILE)
         termination_log = environ.get("MONARCH_TERMINATION_LOG")
-        reporter = Reporter(stderr, events_path, options.role, termination_log)
+        reporter = Reporter(stderr, None if options.replica else events_path, options.role, termination_log)
         self._host = Host(options, environ, socket.gethostname(), stdout, stderr, log_dir, reporter)
         self._host.grace = options.grace
         self._workload = _choose_workload(self._host, early)
@@ -94,6 +95,8 @@ class HostProcess:
             host.reporter.line(f"host {host.options.replica}: not started again: {stored.no_retry_reason}")
             write_result(stored, host.environ, host.reporter)
             self._exit(stored, exit_code=0)  # dockerd restarts after any other code
+        if not host.environ.get("MONARCH_EVENTS"):  # no process outside the hosts reports the start
+            host.reporter.record("job_started", f"replica 0 runs on {host.hostname}")
         host.reporter.begin_result()
         try:
             result = await self._job()
@@ -241,7 +244,8 @@ class HostProcess:
         if result.cause and result.cause.stderr_path:
             reporter.line(f"log of rank {result.cause.rank}: {result.cause.stderr_path}")
         word = "SUCCEEDED" if result.code == 0 else "STOPPED" if result.stopped else "FAILED"
-        reporter.phase("result", f"{word}: {result.reason}", code=result.code)
+        text = f"{word}: {result.reason}"
+        reporter.phase("result", text, code=result.code, stopped=result.stopped, reason=result.reason)
         return result
 
     # -- other replicas ------------------------------------------------------------------------------------------------

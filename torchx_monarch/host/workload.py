@@ -106,6 +106,7 @@ class Workload(abc.ABC):
         hosts = JobHosts(job, rendezvous.requests, rendezvous.events, reporter, self.handle)
         queries = HostQueries(hosts)
         rendezvous.clients.update(stacks=queries.stacks, profile=queries.profile, samples=queries.samples)
+        rendezvous.clients["events"] = queries.events
         hang_watch = HangWatch(hosts)
         debug_command = f"torchx monarch debug {host.options.app} --role {host.options.role}"
         rendezvous.clients.update(DebugSessions(debug_command, reporter.report, hang_watch.rest).clients)

@@ -8,6 +8,7 @@ where start-up time counts.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -18,34 +19,15 @@ from torchx_monarch.system import safe_files
 
 Event = dict[str, Any]
 """Has at least ``time`` (seconds since the epoch), ``kind`` and ``message``, both str. ``seconds`` is a number or None,
-``role`` a str or None, fields of ``_INTEGERS`` and ``_TIMES`` are numbers; further fields may have any type."""
+``role`` a str or None, fields of ``_INTEGERS`` and ``_TIMES`` are numbers, those of ``_TEXTS`` str; further fields may
+have any type."""
 
 _INTEGERS = ("attempt", "code", "count", "exit_code", "max_restarts", "rank", "replica", "run")
 _TIMES = ("failed_at", "waited")
+_TEXTS = ("reason",)
 
-PHASE_AFTER = {
-    "submitted": "queue",
-    "supervised": "hosts",
-    "job_started": "hosts",
-    "hosts": "ranks",
-    "run": "ranks",
-    "ranks": "running",
-    "output": "running",
-    "hang": "hang",
-    "hang_end": "running",
-    "failure": "stopping",
-    "preempted": "stopping",
-    "joined": "stopping",
-    "cancel": "stopping",
-    "stop": "stopping",
-    "rank_restart": "ranks",
-    "replacement": "hosts",
-    "restart": "hosts",
-    "requeue": "queue",
-    "run_end": "idle",
-    "result": "end",
-}
-"""The phase of a role that begins with an event (``timeline.PHASES``), by the event's kind."""
+FILE = "events.jsonl"
+"""The name of the file."""
 
 MAX_READ = 64 * 1024 * 1024
 """Most bytes that one call of ``read`` reads."""
@@ -104,15 +86,15 @@ def read(
 
 def parse(data: bytes) -> list[Event]:
     """Return the events in whole lines of a file; a line that is not an event is skipped."""
-    return [event for line in data.splitlines() if (event := _event(line)) is not None]
+    found = []
+    for line in data.splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(checked(safe_files.parse_json(line)))
+    return [event for event in found if event is not None]
 
 
-def _event(line: bytes) -> Event | None:
-    """Parse a line, which a rank may have written; return None if it is not an event, and no field of a wrong type."""
-    try:
-        event = safe_files.parse_json(line)
-    except ValueError:
-        return None
+def checked(event: object) -> Event | None:
+    """Return a value, which a rank may have written, without fields of a wrong type; None if it is not an event."""
     if not isinstance(event, dict):
         return None
     texts = (event.get("kind"), event.get("message"))
@@ -129,6 +111,9 @@ def _event(line: bytes) -> Event | None:
             del event[name]
     for name in _TIMES:
         if name in event and not _is_time(event[name]):
+            del event[name]
+    for name in _TEXTS:
+        if name in event and not isinstance(event[name], str):
             del event[name]
     return event
 

@@ -53,6 +53,10 @@ class Reporter:
         self._last = time.monotonic()
         self.echo: Callable[[str], None] | None = None
 
+    def events(self) -> list[events.Event]:
+        """Return the events so far; the file may be on a disk that is slow."""
+        return events.read(self._events_path)[0] if self._events_path else []
+
     def line(self, text: str) -> None:
         """Write a line to the log, without an event."""
         text = one_line(text)

@@ -97,8 +97,12 @@ def _without(own: frozenset[str], frames: tuple[Frame, ...]) -> tuple[Frame, ...
 
 def rank_ranges(ranks: Sequence[int]) -> str:
     """Return ascending ranks in the form ``rank 3`` or ``ranks 0-2,4-7``."""
-    shown = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in consecutive(ranks))
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    return f"rank {ranges(ranks)}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers in the form ``0-2,4-7``."""
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in consecutive(numbers))
 
 
 def render(stacks: Iterable[ProcessStacks]) -> list[str]:

@@ -1,53 +1,82 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The timeline of a job: its events as spans of time, from the submission to the end.
+"""The timeline of a job: its events as spans of time, from the submission to the end, and what each role does now.
 
-The phases of a role follow each other without a gap, so their durations add up to that of the job.
+Nothing else reads events: ``status``, ``top``, ``report`` and ``wait`` show what is here. The phases of a role follow
+each other without a gap, so their durations add up to that of the job.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from torchx_monarch.insight.events import PHASE_AFTER, Event
+from torchx_monarch.insight.events import Event
 from torchx_monarch.model.codec import DecodeError, Seconds, decode
+from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
+from torchx_monarch.system.untrusted_text import one_line
 
 T = TypeVar("T")
 
 PHASES = {
     "submit": "the job is submitted",
-    "queue": "it waits for its scheduler",
+    "queued": "waits to start",
     "hosts": "hosts start and find each other",
-    "ranks": "ranks start, after the import of torch once for each host",
-    "first output": "ranks run; none has printed anything",
-    "running": "ranks run",
+    "ranks": "ranks start",
+    "first output": "the program runs and has printed nothing",
+    "running": "the program runs",
     "hang": "a rank makes the others wait in a collective",
-    "stopping": "ranks are stopped",
-    "idle": "the hosts wait for a run",
+    "stopping": "the program is stopped",
+    "ready": "ready for clients",
     "end": "the hosts end",
+    "unknown": "this machine does not see what happens",
 }
 """The phases of a role with their descriptions."""
+
+_BEGINS = {
+    "queued": ("submitted", "requeue"),
+    "hosts": ("supervised", "job_started", "replacement", "restart"),
+    "ranks": ("hosts", "run", "rank_restart"),
+    "running": ("ranks", "output", "hang_end"),
+    "hang": ("hang",),
+    "stopping": ("failure", "preempted", "joined", "cancel", "stop"),
+    "ready": ("run_end",),
+    "end": ("result",),
+    "unknown": ("first_start",),
+}
+"""The phases of a role with hosts, and the kinds of events with which they begin."""
+
+_BEGINS_WITHOUT_HOSTS = {
+    "queued": ("submitted", "requeue", "restart"),
+    "running": ("first_start", "job_started", "replica_started"),
+    "stopping": ("cancel", "stop"),
+}
+"""The same of a role whose command runs by itself."""
 
 _OF_ATTEMPT = frozenset({"ranks", "first output", "running", "hang", "stopping"})
 """The phases of an attempt; "ranks" is the first of them."""
 
+_FAILURES = ("failure", "preempted", "result", "replica_exited", "role_ended")
+"""The kinds of events that tell of a failure, unless they have exit code 0; the nearer to its reason, the earlier."""
+
+_RESTARTS = ("rank_restart", "restart", "requeue", "replacement")
+"""The kinds of events that tell what was done after a failure. Some name its reason."""
+
 _MOMENTS = frozenset(
-    {"output", "failure", "preempted", "joined", "cancel", "stop", "hang", "result", "ended"}
-    | {
-        "rank_restart",
-        "spare_used",
-        "excluded",
-        "replacement",
-        "restart",
-        "requeue",
-        "resize",
-        "replica_spared",
-        "breakpoint",
-    }
+    ("output", "failure", "preempted", "joined", "cancel", "stop", "hang", "result", "ended", "spare_used", "excluded")
+    + ("resize", "replica_spared", "breakpoint", *_RESTARTS)
 )
 """The kinds of events that are shown as moments."""
+
+_STARTS = ("job_started", "replica_started", "ranks")
+"""The kinds of events after which a failure is another one."""
+
+_COUNTED_FROM = ("job_started", "restart", "requeue", "run")
+"""The kinds of events after which attempts are counted from 1."""
+
+_HANG_ENDS = ("hang_end", "ranks", "failure", "preempted", "run_end", "result", *_RESTARTS)
+"""The kinds of events after which ranks that hung do not hang any more, unless they were stopped."""
 
 _RESOLUTION = 1.0
 """Seconds after its end in which a job may have had events: Kubernetes tells ends in whole seconds."""
@@ -99,22 +128,74 @@ class Moment:
     text: str
     role: str = ""
 
+    @classmethod
+    def from_event(cls, event: Event) -> Moment:
+        """Return the moment of an event, with its reason in place of its message if it has one."""
+        return cls(event["time"], event["kind"], event.get("reason") or event["message"], event.get("role") or "")
+
+
+@dataclasses.dataclass
+class RoleView:
+    """What a role does when the timeline ends. A fact that its events do not tell is None or empty.
+
+    Attributes:
+        phase: the present phase, a span whose name is a key of ``PHASES``.
+        attempt: the present attempt; the last one while the hosts end; None between attempts.
+        restarts: how many restarts of ranks this start of the hosts, or this run, has used up.
+        max_restarts: how many it may use up.
+        hosts: the number of hosts of the last attempt.
+        ranks: the number of ranks that were started last.
+        spares: the names of the spare hosts that are ready.
+        failure: the last failure of ranks, or before a restart.
+        hang: the hang that the ranks are in, or were in when they were stopped.
+        breakpoints: where ranks wait for a debugger, by rank.
+        unshared: the first import that forked ranks do not share, with the reason.
+    """
+
+    name: str
+    phase: Span
+    attempt: Span | None = None
+    restarts: int = 0
+    max_restarts: int | None = None
+    hosts: int | None = None
+    ranks: int | None = None
+    spares: Sequence[str] = ()
+    failure: Moment | None = None
+    hang: Moment | None = None
+    breakpoints: dict[int | None, Moment] = dataclasses.field(default_factory=dict)
+    unshared: str = ""
+
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
     """The timeline of a job: the first span is the job, and parents precede their children."""
 
     spans: tuple[Span, ...]
-    moments: tuple[Moment, ...]
+    moments: tuple[Moment, ...] = ()
+    roles: tuple[RoleView, ...] = ()
 
     @property
     def job(self) -> Span:
         """The whole job."""
         return self.spans[0]
 
+    @property
+    def hang(self) -> Moment | None:
+        """The hang of the first role in which ranks hang, or hung when they were stopped; None if there is none."""
+        return next((role.hang for role in self.roles if role.hang is not None), None)
+
     def spans_of(self, kind: str, role: str | None = None) -> list[Span]:
         """Return the spans of a kind; of all roles if ``role`` is None."""
         return [span for span in self.spans if span.kind == kind and role in (None, span.role)]
+
+    def last_ranks(self) -> list[Span]:
+        """Return the ranks of each role's last attempt, by role and rank."""
+        last: dict[tuple[str, int], Span] = {}
+        attempts = {span.role: at for at, span in enumerate(self.spans) if span.kind == "attempt"}
+        for span in self.spans_of("rank"):
+            if span.parent == attempts[span.role]:
+                last[span.role, span.number] = span
+        return [last[key] for key in sorted(last)]
 
     def attempt_folder(self, attempt: Span) -> str:
         """Return where each host has the files of an attempt, in the folder of its logs: ``run_2/attempt_0``."""
@@ -124,36 +205,39 @@ class Timeline:
 
 
 def build(
-    happened: Iterable[Event],
-    roles: Sequence[str],
-    *,
-    start: float = 0.0,
-    end: float,
-    live: Collection[str] = (),
+    happened: Iterable[Event], roles: Sequence[RoleSpec], *, start: float = 0.0, started: float = 0.0, end: float
 ) -> Timeline:
-    """Return the timeline of a job.
+    """Return the timeline of a job. All times are in seconds since the epoch, and 0 if they are not known.
 
     Args:
-        start: when it was submitted, in seconds since the epoch, unless the events have that; 0 if it is not known.
+        start: when it was submitted, unless the events have that.
+        started: when its first replica was started. Without the event of the submission the events that this machine
+            has may begin later: what hosts did before is unknown then.
     """
     ordered = sorted(happened, key=lambda event: event["time"])
     if ordered and ordered[0]["kind"] == "submitted":
         start = ordered[0]["time"] - (ordered[0].get("seconds") or 0.0)
+    elif started:
+        ordered = sorted([{"time": started, "kind": "first_start", "message": ""}, *ordered], key=lambda e: e["time"])
     start = start or (ordered[0]["time"] if ordered else end)
     if ordered and ordered[-1]["kind"] == "ended":
         end = ordered[-1]["time"]
     end = max(end, start, *(event["time"] for event in ordered if event["time"] < end + _RESOLUTION))
     ordered = [{**event, "time": min(max(event["time"], start), end)} for event in _as_they_happened(ordered)]
-    spans = [Span("job", "job", start, end)]
+    spans, views = [Span("job", "job", start, end)], []
+    first_phase = "submit" if ordered and ordered[0]["kind"] == "submitted" else "queued"
     for role in roles:
-        of_role = [event for event in ordered if event.get("role") in (None, role)]
-        _add_role(spans, of_role, role, role in live)
-    moments = tuple(
+        reader = _RoleReader(spans, role, first_phase)
+        for event in ordered:
+            if event.get("role") in (None, role.name):
+                reader.read(event)
+        views.append(reader.end())
+    moments = (
         Moment(event["time"], event["kind"], event["message"], event.get("role") or "")
         for event in ordered
         if event["kind"] in _MOMENTS
     )
-    return Timeline(tuple(spans), moments)
+    return Timeline(tuple(spans), tuple(moments), tuple(views))
 
 
 def _as_they_happened(ordered: Sequence[Event]) -> Iterator[Event]:
@@ -168,78 +252,6 @@ def _as_they_happened(ordered: Sequence[Event]) -> Iterator[Event]:
         elif event["kind"] != "attempt_end":
             before = event["time"]
         yield {**event, "time": min(event["time"], max(began, before))}
-
-
-def _add_role(spans: list[Span], happened: Sequence[Event], role: str, live: bool) -> None:
-    job = spans[0]
-    top = len(spans)
-    parent = top
-    spans.append(Span("role", role, job.start, job.end, 0, role))
-    runs = _runs(happened, role, job.end, top)
-    spans += runs
-    attempt: Span | None = None
-    for name, start, end in _phases(happened, job, live):
-        if start == end and name != "ranks":
-            continue
-        if name == "ranks":
-            around = next((top + 1 + at for at, run in enumerate(runs) if run.start <= start < run.end), top)
-            number = _attempt_number(happened, spans, around, role, start, end)
-            attempt, parent = Span("attempt", f"attempt {number}", start, end, around, role, number), len(spans)
-            spans.append(attempt)
-        elif name not in _OF_ATTEMPT:
-            attempt, parent = None, top
-        if attempt is not None:
-            attempt.end = end
-        if start < end:
-            spans.append(Span("phase", name, start, end, parent, role))
-    _add_hosts(spans, happened, role, top)
-
-
-def _phases(happened: Sequence[Event], job: Span, live: bool) -> list[tuple[str, float, float]]:
-    """Return the phases of a role without gaps: name, start, end."""
-    found: list[tuple[str, float, float]] = []
-    name, since = "submit", job.start
-    if not happened or happened[0]["kind"] != "submitted":
-        name = "queue"
-    for event in happened:
-        kind, time = event["kind"], event["time"]
-        following = PHASE_AFTER.get(kind)
-        if kind == "replica_started" and name == "queue":
-            following = "hosts"
-        if following is None or (following == "stopping" and name in ("idle", "end")):
-            continue
-        if kind == "hosts" and live:
-            following = "idle"
-        elif kind == "output":
-            if name != "running":
-                continue
-            name = "first output"
-        if following != name:
-            found.append((name, since, time))
-            name, since = following, time
-    found.append((name, since, job.end))
-    return found
-
-
-def _runs(happened: Sequence[Event], role: str, end: float, parent: int) -> list[Span]:
-    found: list[Span] = []
-    for event in happened:
-        number = event.get("run")
-        if event["kind"] == "run" and number is not None:
-            found.append(Span("run", event["message"], event["time"], end, parent, role, number))
-        elif event["kind"] == "run_end" and found and found[-1].number == number:
-            found[-1].end, found[-1].code = event["time"], event.get("code")
-    return found
-
-
-def _attempt_number(
-    happened: Sequence[Event], spans: Sequence[Span], around: int, role: str, start: float, end: float
-) -> int:
-    """Return the number of the attempt whose ranks start, from 1, as the hosts count or by counting."""
-    for event in happened:
-        if event["kind"] == "ranks" and start <= event["time"] <= end and "attempt" in event:
-            return int(event["attempt"]) + 1
-    return 1 + sum(span.kind == "attempt" and span.role == role and span.parent == around for span in spans)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,16 +277,6 @@ class _Exit:
     grouped: Seconds | None = None
 
 
-def seconds_to_group(happened: Iterable[Event]) -> tuple[float, str]:
-    """Return how long the fastest rank of the last attempt took to its first process group, 0 if that is not known, and
-    the first import that its ranks did not share, with the reason."""
-    last = {event["kind"]: event for event in happened}
-    hosts = _decoded(last.get("ranks", {}).get("hosts"), _Host)
-    exits = _decoded(last.get("attempt_end", {}).get("exits"), _Exit)
-    seconds = min((end.grouped - end.started for end in exits if end.grouped is not None), default=0.0)
-    return seconds, next((host.unshared for host in hosts if host.unshared), "")
-
-
 def _decoded(values: object, kind: type[T]) -> Iterator[T]:
     """Yield the values of an event that are of a kind; a rank may have written others."""
     for value in values if isinstance(values, list) else ():
@@ -282,42 +284,181 @@ def _decoded(values: object, kind: type[T]) -> Iterator[T]:
             yield decode(kind, value)
 
 
-def _add_hosts(spans: list[Span], happened: Sequence[Event], role: str, top: int) -> None:
-    attempts = [at for at, span in enumerate(spans) if span.kind == "attempt" and span.role == role]
-    imports: set[tuple[int, float]] = set()
-    ranks: dict[int, Span] = {}
-    for event in happened:
-        around = next((at for at in reversed(attempts) if spans[at].start <= event["time"]), None)
-        if around is None:
-            continue
-        attempt = spans[around]
-        if event["kind"] == "ranks":
-            if isinstance(number := event.get("log_attempt"), int):
-                attempt.log_attempt = number
-            ranks = {}
-            for host in _decoded(event.get("hosts"), _Host):
-                if len(host.imported) == 2 and (imported := (host.replica, host.imported[0])) not in imports:
-                    imports.add(imported)
-                    start, end = _clamped(spans[top], *host.imported)
-                    spans.append(Span("import", "import of torch", start, end, top, role, host.replica, host.replica))
-                start, end = min(event["time"], attempt.end), attempt.end
-                for rank, pid in enumerate(host.pids, host.first_rank):
-                    ranks[rank] = Span("rank", f"rank {rank}", start, end, around, role, rank, host.replica, pid)
-            spans += ranks.values()
-        elif event["kind"] == "attempt_end":
-            for rank_exit in _decoded(event.get("exits"), _Exit):
-                span = ranks.get(rank_exit.rank)
-                if span is not None and rank_exit.started > 0:
-                    span.start, span.end = _clamped(attempt, rank_exit.started, rank_exit.ended)
-                    span.code, span.secondary = rank_exit.code, rank_exit.secondary
-                    if rank_exit.grouped is not None and span.start <= rank_exit.grouped <= span.end:
-                        span.grouped = rank_exit.grouped
+class _RoleReader:
+    """Read the events of one role, in the order of time, into spans and into a view."""
+
+    def __init__(self, spans: list[Span], role: RoleSpec, phase: str) -> None:
+        job = spans[0]
+        self._spans = spans
+        self._role = role
+        begins = _BEGINS if role.runs_hosts else _BEGINS_WITHOUT_HOSTS
+        self._phase_after = {kind: phase for phase, kinds in begins.items() for kind in kinds}
+        self._end = job.end
+        self._top = self._add("role", role.name, job.start, parent=0)
+        self._view = RoleView(role.name, Span("phase", phase, job.start, job.end, self._top, role.name))
+        self._run: int | None = None
+        self._attempt: int | None = None
+        """The indexes of the present run and attempt, and the number of the last one of this start or run."""
+        self._number = 0
+        self._ranks: dict[int, Span] = {}
+        self._imports: set[tuple[int, float]] = set()
+        self._failed: list[Event] = []
+        """What has failed since the last start."""
+
+    def read(self, event: Event) -> None:
+        """Read one event."""
+        kind, time, view = event["kind"], event["time"], self._view
+        if kind in _COUNTED_FROM:
+            self._number = view.restarts = 0
+        if kind == "run" and "run" in event:
+            self._run = self._add("run", event["message"], time, parent=self._top, number=event["run"])
+        elif kind == "rank_restart":
+            self._number = event.get("attempt", self._number)
+            if "max_restarts" in event:  # a restart on a spare host, in the place of a lost one, uses up none
+                view.restarts, view.max_restarts = view.restarts + 1, event["max_restarts"]
+        self._change_phase(kind, time)
+        if kind == "run_end" and self._run is not None and self._spans[self._run].number == event.get("run"):
+            self._spans[self._run].end, self._spans[self._run].code = time, event.get("code")
+            self._run = None
+        elif kind == "ranks" and self._attempt is not None:
+            self._add_ranks(event, self._attempt)
+        elif kind == "attempt_end":
+            self._end_ranks(event)
+        self._read_view(event)
+        self._read_failure(event)
+
+    def end(self) -> RoleView:
+        """Return what the role does after the last event."""
+        self._close_phase(self._end)
+        for span in self._spans[self._top :]:
+            if span.kind == "rank":
+                around = self._spans[span.parent or 0]
+                span.start, span.end = _clamped(around, span.start, span.end)
+                if span.grouped is not None and not span.start <= span.grouped <= span.end:
+                    span.grouped = None
+        return self._view
+
+    def _add(self, kind: str, name: str, start: float, *, parent: int, number: int = 0) -> int:
+        """Add a span that has not ended; return its index."""
+        self._spans.append(Span(kind, name, start, self._end, parent, self._role.name, number))
+        return len(self._spans) - 1
+
+    # -- phases and attempts -------------------------------------------------------------------------------------------
+
+    def _change_phase(self, kind: str, time: float) -> None:
+        present, following = self._view.phase, self._phase_after.get(kind)
+        if kind == "hosts" and self._role.workload is WorkloadKind.SESSION:
+            following = "ready"
+        elif kind == "replica_started" and present.name == "queued" and self._role.runs_hosts:
+            following = "hosts"
+        elif kind == "output" and present.name == "running":
+            present.name = "first output"
+        ignored = (
+            (kind == "output" and present.name != "first output")
+            or (kind == "first_start" and present.name != "queued")
+            or (following == "stopping" and present.name in ("ready", "end"))
+        )
+        if following not in (None, present.name) and not ignored:
+            self._begin_phase(following, time)
+
+    def _begin_phase(self, name: str, time: float) -> None:
+        self._close_phase(time)
+        if name == "ranks":
+            self._number += 1
+            around = self._top if self._run is None else self._run
+            self._attempt = self._add("attempt", f"attempt {self._number}", time, parent=around, number=self._number)
+            self._view.attempt = self._spans[self._attempt]
+        elif name not in _OF_ATTEMPT:
+            self._attempt = None
+            if name != "end":
+                self._view.attempt = None
+        parent = self._top if self._attempt is None else self._attempt
+        self._view.phase = Span("phase", name, time, self._end, parent, self._role.name)
+
+    def _close_phase(self, time: float) -> None:
+        phase = self._view.phase
+        phase.end = time
+        if self._attempt is not None:
+            self._spans[self._attempt].end = time
+            for rank in self._ranks.values():
+                rank.end = time
+        if phase.start < time:
+            self._spans.append(phase)
+
+    # -- ranks ---------------------------------------------------------------------------------------------------------
+
+    def _add_ranks(self, event: Event, around: int) -> None:
+        attempt, time = self._spans[around], event["time"]
+        if "attempt" in event:
+            self._number = attempt.number = event["attempt"] + 1
+            attempt.name = f"attempt {attempt.number}"
+        if isinstance(number := event.get("log_attempt"), int):
+            attempt.log_attempt = number
+        self._ranks, self._view.unshared = {}, ""
+        for host in _decoded(event.get("hosts"), _Host):
+            self._view.unshared = self._view.unshared or host.unshared
+            if len(host.imported) == 2 and (imported := (host.replica, host.imported[0])) not in self._imports:
+                self._imports.add(imported)
+                start, end = _clamped(self._spans[self._top], *host.imported)
+                span = Span("import", "import of torch", start, end, self._top, self._role.name, host.replica)
+                self._spans.append(dataclasses.replace(span, replica=host.replica))
+            for rank, pid in enumerate(host.pids, host.first_rank):
+                span = Span("rank", f"rank {rank}", time, self._end, around, self._role.name, rank, host.replica, pid)
+                self._ranks[rank] = span
+        self._spans += self._ranks.values()
+
+    def _end_ranks(self, event: Event) -> None:
+        for rank_exit in _decoded(event.get("exits"), _Exit):
+            if rank_exit.started > 0 and (span := self._ranks.pop(rank_exit.rank, None)) is not None:
+                span.start, span.end = rank_exit.started, rank_exit.ended
+                span.code, span.secondary = rank_exit.code, rank_exit.secondary
+                span.grouped = rank_exit.grouped
+
+    # -- the view ------------------------------------------------------------------------------------------------------
+
+    def _read_view(self, event: Event) -> None:
+        kind, view = event["kind"], self._view
+        if kind == "hosts":
+            view.hosts = event.get("count", view.hosts)
+        elif kind == "ranks":
+            view.ranks = event.get("count", view.ranks)
+        elif kind == "spares":
+            names = event.get("hosts")
+            view.spares = [one_line(str(name)) for name in names] if isinstance(names, list) else []
+        elif kind == "breakpoint":
+            view.breakpoints[event.get("rank")] = Moment.from_event(event)
+        elif kind == "breakpoint_end":
+            view.breakpoints.pop(event.get("rank"), None)
+        if kind in ("ranks", "rank_restart", "run_end"):
+            view.breakpoints.clear()
+        if kind == "hang":
+            view.hang = Moment.from_event(event)
+        elif kind in _HANG_ENDS and not (kind == "result" and event.get("stopped")):
+            view.hang = None
+
+    def _read_failure(self, event: Event) -> None:
+        kind = event["kind"]
+        if kind in _STARTS:
+            self._failed = []
+        elif kind in _RESTARTS:
+            first = min(self._failed, key=lambda failure: _FAILURES.index(failure["kind"]), default=event)
+            self._view.failure = Moment.from_event(event if "reason" in event else first)
+        elif kind in _FAILURES and not event.get("stopped") and event.get("exit_code", event.get("code")) != 0:
+            self._failed.append(event)
+            if kind in ("failure", "preempted"):
+                self._view.failure = Moment.from_event(event)
 
 
 def _clamped(around: Span, start: float, end: float) -> tuple[float, float]:
     """Return times in their order, and within a span."""
     first, last = (min(max(time, around.start), around.end) for time in (start, end))
     return first, max(first, last)
+
+
+def seconds_to_group(timeline: Timeline) -> float:
+    """Return how long the fastest rank of the last attempts took to its first process group; 0 if that is not known."""
+    ranks = timeline.last_ranks()
+    return min((rank.grouped - rank.start for rank in ranks if rank.grouped is not None), default=0.0)
 
 
 def lost_seconds(timeline: Timeline, role: str) -> dict[str, float]:
@@ -331,12 +472,12 @@ def lost_seconds(timeline: Timeline, role: str) -> dict[str, float]:
     for span in timeline.spans_of("phase", role):
         if span.name in ("running", "first output"):
             cause = "restart"
-        elif span.name in ("idle", "end"):
+        elif span.name in ("ready", "end"):
             cause = "launch"
         elif span.name == "hang":
             lost["hang"] += span.seconds
-        elif span.name in ("submit", "queue") and cause == "launch":
+        elif span.name in ("submit", "queued") and cause == "launch":
             lost["queue"] += span.seconds
-        else:
+        elif span.name != "unknown":
             lost[cause] += span.seconds
     return lost

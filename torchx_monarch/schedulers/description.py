@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -19,10 +20,10 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, 
 from torchx_monarch.backends.core.state import AppStatus, count_restarts
 from torchx_monarch.command.rank_command import rank_command
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
-from torchx_monarch.insight.timeline import seconds_to_group
+from torchx_monarch.insight.timeline import Timeline, seconds_to_group
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.state import State
-from torchx_monarch.schedulers.job_status import build, in_one_line, with_hang
+from torchx_monarch.schedulers.job_status import build, in_one_line, timeline_of, with_hang
 from torchx_monarch.system.safe_files import parse_json
 from torchx_monarch.system.untrusted_text import one_line, printable
 
@@ -75,7 +76,7 @@ def shorten(response: DescribeAppResponse, status: AppStatus) -> DescribeAppResp
 def _message(app: AppSnapshot, status: AppStatus) -> str:
     """Return why an app has ended or what it waits for, or else what it does."""
     if status.state is State.CANCELLED:
-        return with_hang(printable(status.message), app.events)
+        return with_hang(printable(status.message), timeline_of(app, status, time.time()))
     if status.message or status.state.is_terminal:
         return printable(status.message)
     return in_one_line(build("", app, status))
@@ -134,16 +135,16 @@ def summary_of(
         submitted: when it was submitted, in seconds since the epoch.
         now: the time, in seconds since the epoch. It counts as the end of an app whose replicas do not tell theirs.
     """
-    ended = max((replica.ended for replica in app.replicas), default=0.0)
+    ended, drawn = max((replica.ended for replica in app.replicas), default=0.0), timeline_of(app, status, now)
     facts, result = show_restarts(count_restarts(app)), HostResult.from_text(status.error)
     summary = Summary(
         status.state.value,
         handle,
         (ended if submitted <= ended <= now else now) - submitted,
-        cause=with_hang(status.message, app.events) if status.state is State.CANCELLED else status.message,
+        cause=with_hang(status.message, drawn) if status.state is State.CANCELLED else status.message,
         log=_folder(app),
         ran=f"{_shape(app)}, {facts}" if app.roles else facts,
-        hint=_hint(*seconds_to_group(app.events)) if status.state is State.SUCCEEDED else "",
+        hint=_hint(drawn) if status.state is State.SUCCEEDED else "",
         next=(f"torchx log {handle}", f"torchx monarch report {handle} -o job.html"),
     )
     if status.state is not State.FAILED:
@@ -161,10 +162,11 @@ def summary_of(
     )
 
 
-def _hint(seconds: float, unshared: str) -> str:
+def _hint(drawn: Timeline) -> str:
     """Return what would start the ranks of a job sooner that took some time to their first process group."""
-    if seconds < _SLOW_START:
+    if (seconds := seconds_to_group(drawn)) < _SLOW_START:
         return ""
+    unshared = next((role.unshared for role in drawn.roles if role.unshared), "")
     shared = (
         f"the first import that they do not share: {one_line(unshared)}"
         if unshared

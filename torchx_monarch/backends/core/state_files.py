@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 from typing import TypeVar
 
 from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.insight import events
 from torchx_monarch.model import codec
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import one_line
@@ -95,7 +96,7 @@ class AppPaths:
         self.supervisor_log = os.path.join(root, "supervisor.log")
         self.status = os.path.join(root, "status.json")
         self.cancel = os.path.join(root, "cancel.json")
-        self.events = os.path.join(root, "events.jsonl")
+        self.events = os.path.join(root, events.FILE)
         self.reserve = os.path.join(root, "reserve")
         self.run = os.path.join(root, "run")
         self.logs = os.path.join(root, "logs")

@@ -34,7 +34,7 @@ LABEL_GRACE = "torchx-monarch/grace"
 """Label with the run option ``grace``, in seconds."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-EVENTS = "MONARCH_EVENTS"
+LOG_DIR = "MONARCH_LOG_DIR"
 STARTS = "MONARCH_STARTS"
 
 _MAX_NAME = 63
@@ -79,8 +79,7 @@ def render(app: AppDef, options: DockerOpts) -> DockerJob:
         env[RANK0_HOST] = first_hosts[0]
         env |= {replica0_variable(index): host for index, host in enumerate(first_hosts)}
         # The name keeps replicas apart even if they all mount one folder of this machine as their /tmp.
-        env.setdefault("MONARCH_LOG_DIR", f"/tmp/torchx-monarch/{name}")
-        env.setdefault(EVENTS, f"{env['MONARCH_LOG_DIR']}/events.jsonl")
+        env.setdefault(LOG_DIR, f"/tmp/torchx-monarch/{name}")
         env.setdefault(ERROR_FILE, f"/tmp/{name}.error.json")
         if role.max_retries > 0:
             env.setdefault(STARTS, f"/tmp/{name}.starts.json:/var/tmp/{name}.starts.json")

@@ -206,7 +206,8 @@ def add_files(app: DockerSnapshot) -> DockerSnapshot:
 
 
 def _events(container: Container) -> list[events.Event]:
-    return events.parse(read_file(container, environment(container).get(request.EVENTS, "")).encode())
+    folder = environment(container).get(request.LOG_DIR, "")
+    return events.parse(read_file(container, f"{folder}/{events.FILE}").encode())
 
 
 def _why_no_host(container: Container) -> str:
