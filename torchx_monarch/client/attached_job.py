@@ -324,7 +324,7 @@ class _Client:
                 )
         scheme = "tls" if attachment.leaf else "tcp"
         if not self._url.startswith(f"{scheme}:"):  # Monarch refuses a second address (``become_client``)
-            here = local_addresses.advertised(address, False, HostSpec())
+            here = local_addresses.advertised(address, is_first=False, options=HostSpec())
             self._url = f"{scheme}://{here}:0"
         self._attached[attachment] = handle
         return self._url, self.files(attachment.leaf) if attachment.leaf else []

@@ -91,7 +91,7 @@ def run(
     app = command_app(["torchrun", *words, "-m", MODULE, _name(function)])
     from torchx_monarch.client.job import SPMDJob  # imports Monarch
 
-    handle, runner = submit(app, scheduler, scheduler_cfg, _IDLE_TIMEOUT, runner=runner)
+    handle, runner = submit(app, scheduler, scheduler_cfg, idle_timeout=_IDLE_TIMEOUT, runner=runner)
     job = SPMDJob(handle, runner=runner, workspace=current_workspace(), start_timeout=start_timeout)
     try:
         values = job.run(function, *args, options=options, **(kwargs or {}))

@@ -99,7 +99,7 @@ class SPMDJob(AttachedJob):
         self.role = role
         self.workspace = os.path.abspath(os.path.expanduser(workspace)) if workspace else None
         self.sync: SyncMode = sync
-        self._role_hosts = Hosts(handle, role, address, runner, start_timeout)
+        self._role_hosts = Hosts(handle, role, address, runner=runner, start_timeout=start_timeout)
 
     @classmethod
     def attach(
@@ -122,7 +122,7 @@ class SPMDJob(AttachedJob):
             UnreachableError: this machine has no certificate for the app.
             ValueError: the app has no such role.
         """
-        job = cls(handle, role, address, runner, workspace, sync, start_timeout)
+        job = cls(handle, role, address, runner=runner, workspace=workspace, sync=sync, start_timeout=start_timeout)
         try:
             job._role_hosts.target  # noqa: B018
         except UnreachableError as error:

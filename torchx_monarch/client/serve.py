@@ -88,7 +88,9 @@ def serve(
         raise TypeError(
             f"appdef={appdef!r}: give an AppDef, or a torchrun or Python command as a text or a list of words"
         )
-    handle, runner = submit(app, scheduler, scheduler_cfg, idle_timeout, workspace, role, runner)
+    handle, runner = submit(
+        app, scheduler, scheduler_cfg, idle_timeout=idle_timeout, workspace=workspace, role=role, runner=runner
+    )
     if os.path.exists(CACHE):
         discard_cached_job(CACHE, "it is of an earlier job")
     return SPMDJob(handle, role, runner=runner, workspace=code, sync=sync, start_timeout=start_timeout)
@@ -117,6 +119,7 @@ def submit(
     app: AppDef,
     scheduler: str,
     scheduler_cfg: Mapping[str, Any] | None,
+    *,
     idle_timeout: float,
     workspace: str | None = None,
     role: str = "",

@@ -211,7 +211,8 @@ class Attempts:
     def _unknown_exit(self, rank: int, world: World, now: float) -> RankExit:
         replica = next(replica for replica in reversed(world.replicas) if world.first_rank(replica) <= rank)
         name = next((host.name for host in self._hosts.present if host.replica == replica), f"replica {replica}")
-        return RankExit(rank, rank - world.first_rank(replica), replica, name, 0, 1, now)
+        local_rank = rank - world.first_rank(replica)
+        return RankExit(rank, local_rank, replica, hostname=name, pid=0, code=1, time=now)
 
     async def _world(self, hosts: list[Registration]) -> World:
         options = self._options

@@ -283,7 +283,7 @@ class HostGatherer:
 
     def _choose(self) -> list[Registration]:
         sizes, places = self._sizes, [host.replica for host in self._registry.members] if self._sizes.spares else []
-        return choose(self._registry.able, places, sizes.most, sizes.fewest, self._excluded())
+        return choose(self._registry.able, places, most=sizes.most, fewest=sizes.fewest, excluded=self._excluded())
 
     def _excluded(self) -> set[int]:
         if not self._failures.excluded:
@@ -337,7 +337,9 @@ def listed(replicas: Iterable[int]) -> str:
         str(first) if first == last else f"{first}{'-' if last > first + 1 else ', '}{last}"
         for first, last in consecutive(sorted(replicas))
     ]
-    return ", ".join([*shown[:_MAX_RUNS], *([f"and {len(shown) - _MAX_RUNS} more"] if len(shown) > _MAX_RUNS else [])])
+    if len(shown) > _MAX_RUNS:
+        shown[_MAX_RUNS:] = [f"and {len(shown) - _MAX_RUNS} more"]
+    return ", ".join(shown)
 
 
 def choose(

@@ -51,7 +51,7 @@ class HostNetwork:
             ValueError: ``--bind`` names no address of this host.
         """
         if not rendezvous.networked:
-            return cls(rendezvous, options, advertised, "127.0.0.1", None)
+            return cls(rendezvous, options, advertised, bind="127.0.0.1")
         identity = None
         if rendezvous.scheme == "tls":
             from torchx_monarch.transport.credentials import CredentialsError, HostCredentials

@@ -351,7 +351,7 @@ class RunQueue(Session):
         raise RendezvousError(f"{which} is not known here; the last was {self._number or 'none'}")
 
     def _unended(self) -> list[Run]:
-        return [*([self.current] if self.current else []), *self._queue]
+        return [self.current, *self._queue] if self.current else list(self._queue)
 
     async def _serve_records(self, run: Run, peer: Peer, wait: bool = True) -> None:
         if await peer.send({"type": "accepted", "run": run.number}):

@@ -258,7 +258,9 @@ class Listener:
 
     async def _receive(self, connection: socket.socket) -> None:
         try:
-            reader, writer = await messages.open_streams({"sock": connection}, self._context, None, _ACCEPT_TIMEOUT)
+            reader, writer = await messages.open_streams(
+                {"sock": connection}, self._context, server_hostname=None, handshake_timeout=_ACCEPT_TIMEOUT
+            )
         except (OSError, asyncio.TimeoutError) as error:  # no handshake (in time), or the certificate is not accepted
             # The traceback's frames refer to the future that holds the error: a cycle that keeps the buffers alive.
             error.__traceback__ = None
