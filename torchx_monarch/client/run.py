@@ -32,10 +32,10 @@ _RECONNECT_FOR = 120.0
 """Seconds for which a broken connection is retried. After that the client gives up; the run itself continues."""
 
 _SIGNALS_INTERVAL_S = 0.5
-"""Seconds after which a waiting main thread handles a signal that the kernel has given to another thread, as it does
-with the second of two at a time: that does not end the wait for a lock."""
+"""Seconds after which a main thread that waits checks for signals. The kernel can deliver a signal to another thread,
+such as the second of two that come at once, and that does not interrupt the wait for a lock."""
 
-_OF_RESULT = ("run", "exit_code", "reason", "seconds", "code", "stopped", "cause")
+_RESULT_FIELDS = ("run", "exit_code", "reason", "seconds", "code", "stopped", "cause")
 """The fields of a ``RunResult`` that the record ``result`` has under the same names."""
 
 _LINES = re.compile(r"[^\n]*\n|[^\n]+")
@@ -170,9 +170,9 @@ class Collector:
                     ranks={rank: rank_result(exit) for rank, exit in sorted(self._exits.items())},
                     attempts=self._attempts,
                     output=texts,
-                    **{name: record[name] for name in _OF_RESULT},
+                    **{name: record[name] for name in _RESULT_FIELDS},
                 )
-        raise UnreachableError(f"run {records.run} is looked at no longer")
+        raise UnreachableError(f"run {records.run} is not followed any more")
 
     def _add_value(self, rank: int, part: bytes, is_last: bool) -> None:
         content = self._parts.setdefault(rank, bytearray())
@@ -323,7 +323,7 @@ def collect_with_interrupts(hosts: Hosts, records: Records, collector: Collector
     """
     run, interrupts = RunHandle(hosts, records, collector, check=False), list[KeyboardInterrupt]()
     while True:
-        # The request is inside the block: the next Ctrl-C may come while it is told or sent.
+        # The request is inside the block: the next Ctrl-C may come while it is announced or sent.
         try:
             termination.release()
             if interrupts:
