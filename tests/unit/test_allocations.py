@@ -220,7 +220,7 @@ def test_a_run_is_for_all_hosts_unless_it_says_otherwise() -> None:
             "",
             "^torchrun option --nnodes=1 does not agree with the allocation's 3",
         ),
-        (["torchrun", "x.py"], "none", "nproc=none: use a number above 0"),
+        (["torchrun", "x.py"], "none", "--nproc-per-node=none is not a number of processes"),
         (["python", "x.py"], "2", "is for torchrun commands"),
         (["torchrun", "--help"], "", "not a torchrun or Python command"),
     ):

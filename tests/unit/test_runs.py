@@ -71,7 +71,7 @@ class LostHosts:
         self._links = list(links)
         self.asked: list[dict[str, Any]] = []
 
-    def open(self, greeting: dict[str, Any], ready: bool = False, wait: bool = True) -> BreakingLink:
+    def open(self, greeting: dict[str, Any], wait: bool = True) -> BreakingLink:
         self.asked.append(greeting)
         if not self._links:
             raise ERROR

@@ -213,15 +213,8 @@ class Hosts:
         hosts = {host["replica"]: host["hostname"] for host in answer["hosts"]}
         return AllocationStatus("RUNNING", hosts=hosts, missing=answer["missing"], **facts)
 
-    def reach(self, operation: Callable[[Target], T], ready: bool = False, wait: bool = True) -> T:
-        """Call ``operation``; if the hosts cannot be reached, wait for them (see ``wait_for``).
-
-        Args:
-            ready: whether to wait until a run can start.
-            wait: whether to wait for hosts that cannot be reached.
-        """
-        if ready:
-            self.wait(self._start_timeout, say)
+    def reach(self, operation: Callable[[Target], T], wait: bool = True) -> T:
+        """Call ``operation``; if the hosts cannot be reached, wait for them (see ``wait_for``) or raise."""
         if wait:
             return self.wait_for(operation, self._start_timeout, say)
         try:
@@ -237,13 +230,13 @@ class Hosts:
             )
             raise UnreachableError(f"{why}. To see more: torchx monarch status {self.handle}") from None
 
-    def open(self, greeting: dict[str, Any], ready: bool = False, wait: bool = True) -> Connection:
-        """Connect to replica 0 and send a greeting. Arguments and exceptions are those of ``reach``."""
-        return self.reach(lambda target: Connection.open(target, greeting), ready, wait)
+    def open(self, greeting: dict[str, Any], wait: bool = True) -> Connection:
+        """Connect to replica 0 and send a greeting; wait and raise as ``reach`` does."""
+        return self.reach(lambda target: Connection.open(target, greeting), wait)
 
     def ask(self, greeting: dict[str, Any], wait: bool = True) -> dict[str, Any]:
-        """Send an idempotent request to replica 0, and return its answer. Exceptions are those of ``reach``."""
-        return self.reach(lambda target: ask(target, greeting), wait=wait)
+        """Send an idempotent request to replica 0, and return its answer; wait and raise as ``reach`` does."""
+        return self.reach(lambda target: ask(target, greeting), wait)
 
     def runs(self) -> list[RunInfo]:
         """Return the runs that the hosts know, the ended ones first, then the current one and the queue."""

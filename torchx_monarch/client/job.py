@@ -13,7 +13,7 @@ from torchx.runner import Runner
 
 from torchx_monarch.client.attached_job import CACHE, AttachedJob
 from torchx_monarch.client.function import decode_values, encode_call, program
-from torchx_monarch.client.hosts import ENDED, START_TIMEOUT, AllocationStatus, Hosts
+from torchx_monarch.client.hosts import ENDED, START_TIMEOUT, AllocationStatus, Hosts, say
 from torchx_monarch.client.result import RunInfo, RunResult
 from torchx_monarch.client.run import Collector, Records, RunHandle, collect_with_interrupts
 from torchx_monarch.client.run_options import Output, RunOptions, RunOptionsDict, merge_options, run_request, send_code
@@ -278,6 +278,7 @@ class SPMDJob(AttachedJob):
         return decode_values(self._wait(request, options, collector), collector.values, options.results)
 
     def _submit(self, request: RunRequest, options: RunOptions) -> Records:
+        self._role_hosts.wait(self._start_timeout, say)
         request = send_code(self._role_hosts, request, options)
         return Records.request(self._role_hosts, request.to_message())
 

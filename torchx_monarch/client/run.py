@@ -58,7 +58,7 @@ class Records:
     @classmethod
     def request(cls, hosts: Hosts, greeting: dict[str, Any]) -> Records:
         """Start or follow a run, after waiting for hosts that have not started yet."""
-        link = hosts.open(greeting, ready=greeting["type"] == "run")
+        link = hosts.open(greeting)
         try:
             records = cls(hosts, link, greeting.get("wait") is not False)
             records._accepted()

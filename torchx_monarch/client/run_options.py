@@ -162,7 +162,7 @@ def run_request(script_args: str | Sequence[str] | None, options: RunOptions) ->
 
 
 def send_code(hosts: Hosts, request: RunRequest, options: RunOptions) -> RunRequest:
-    """Give the hosts the current state of the workspace, and return the request for a run with it.
+    """Give hosts that are ready the current state of the workspace, and return the request for a run with it.
 
     Raises:
         CodeError: the workspace could not be sent to the hosts.
@@ -170,5 +170,5 @@ def send_code(hosts: Hosts, request: RunRequest, options: RunOptions) -> RunRequ
     if not options.workspace:
         return request
     folder, when = os.path.expanduser(options.workspace), options.sync or "auto"
-    code = hosts.reach(lambda target: sync_workspace(target, folder, when), ready=True)
+    code = hosts.reach(lambda target: sync_workspace(target, folder, when))
     return dataclasses.replace(request, workspace=f"{request.by}:{os.path.realpath(folder)}", **code)

@@ -72,8 +72,6 @@ class RunRequest:
             raise ValueError(f"env of the run has {', '.join(reserved)}, which are the hosts' own")
         if self.cwd and not os.path.isabs(self.cwd):
             raise ValueError(f"cwd of the run, {self.cwd!r:.200}, is no absolute path")
-        if self.timeout is not None and self.timeout <= 0:
-            raise ValueError(f"timeout of the run is {self.timeout:g}; it is a number of seconds above 0")
 
     def shown_as(self, default_command: tuple[str, ...]) -> RunRequest:
         """Return a copy with ``shown`` set, where ``default_command`` is the allocation's own command."""
