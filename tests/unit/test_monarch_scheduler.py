@@ -161,8 +161,8 @@ def test_bad_command_is_refused_before_anything_is_submitted(
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("name", "a" * 300, "role 'aaaaaaaaaaaaaaaaaaaa'…: its name has 300 bytes; 255 are possible"),
-        ("name", "ü" * 50, "its name has 300 bytes"),
+        ("name", "a" * 300, "role 'aaaaaaaaaaaaaaaaaaaa'…: its name has 300 of 255 bytes"),
+        ("name", "ü" * 50, "its name has 300 of 255 bytes"),
         ("retry_policy", "ROLE", "role 'reader': its retry_policy is 'ROLE'; it is RetryPolicy.REPLICA or "),
         ("max_retries", "1", "role 'reader': its max_retries is '1'; it is a whole number"),
     ],

@@ -20,7 +20,7 @@ from torchx_monarch.schedulers.monarch import registered_scheduler
 T = TypeVar("T")
 
 _TIMEOUT = 20.0
-"""Seconds for the checks of a group, such as a scheduler's: a cluster that cannot be reached answers late."""
+"""Seconds for the checks of a scheduler: a cluster that cannot be reached answers late."""
 
 
 def diagnose(scheduler: str, cfg: str) -> list[CheckResult]:
@@ -30,12 +30,11 @@ def diagnose(scheduler: str, cfg: str) -> list[CheckResult]:
         scheduler: name of the scheduler to check with its run options; empty to check the installation alone.
         cfg: run options of ``scheduler``, as for ``torchx run -cfg``.
     """
-    groups: dict[str, Callable[[], Iterable[CheckResult]]] = {"installation": check_installation}
+    found = list(check_installation())
     if scheduler:
-        groups[scheduler] = functools.partial(check_scheduler, scheduler, cfg)
-    found: list[CheckResult] = []
-    for name, (results, failure) in run_groups(groups, _TIMEOUT).items():
-        found += [*results, *([CheckResult(name, "", advice=failure)] if failure else [])]
+        groups = {scheduler: functools.partial(check_scheduler, scheduler, cfg)}
+        results, failure = run_groups(groups, _TIMEOUT)[scheduler]
+        found += [*results, CheckResult(scheduler, advice=failure)] if failure else results
     return found
 
 

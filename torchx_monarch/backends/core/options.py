@@ -158,10 +158,8 @@ def check_roles(app: AppDef) -> None:
         if count > 1:
             raise UserError(f"two roles of app {app.name!r} are called {name!r}; each role needs a name of its own")
         if (length := len(path_name(name))) > _MAX_ROLE_NAME:
-            raise UserError(
-                f"role {name[:20]!r}…: its name has {length} bytes; {_MAX_ROLE_NAME} are possible (a character that is "
-                "no ASCII letter, digit, -, _ or . counts as 3 or more)"
-            )
+            counted = "a character that is no ASCII letter, digit, -, _ or . counts as 3 or more"
+            raise UserError(f"role {name[:20]!r}…: its name has {length} of {_MAX_ROLE_NAME} bytes ({counted})")
     for role in app.roles:
         if not isinstance(role.retry_policy, RetryPolicy):
             names = " or ".join(f"RetryPolicy.{policy.name}" for policy in RetryPolicy)
