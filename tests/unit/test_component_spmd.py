@@ -181,7 +181,8 @@ def test_the_remaining_options_in_the_spellings_of_torchrun() -> None:
         ("--mounts type=disk,src=/a,dst=/b t.py", ["--mounts", "invalid mount type"]),
         ("--mounts type=bind,src=/a t.py", ["--mounts", "dst"]),
         ("--torchrun=--bogus t.py", ["torchrun has no option --bogus"]),
-        ("--torchrun=other.py t.py", ["--torchrun 'other.py': give options of torchrun alone"]),
+        ("--torchrun='a t.py", ["--torchrun 'a: No closing quotation."]),
+        ("--torchrun=other.py t.py", ["--torchrun other.py: give options of torchrun alone"]),
     ],
 )
 def test_a_mistake_is_answered_without_a_traceback(text: str, parts: Sequence[str]) -> None:

@@ -128,13 +128,14 @@ class Launch:
             args += ["--max-restarts", str(max_restarts)]
         if log_dir:
             args += ["--log-dir", log_dir]
-        args += [*shlex.split(more), *self.words]
+        with _refused(f"--torchrun {more}", "."):
+            args += [*shlex.split(more), *self.words]
         try:
             command = parse(["torchrun", *args])
         except CommandError as error:
             _refuse(str(error))
         if command is None or command.program.target != self.target:
-            _refuse(f"--torchrun '{more}': give options of torchrun alone, such as --torchrun '--redirects 3'.")
+            _refuse(f"--torchrun {more}: give options of torchrun alone, such as --torchrun '--redirects 3'.")
         return args
 
 
