@@ -35,10 +35,10 @@ def run(args: argparse.Namespace) -> None:
         found.read(path, encoding="utf-8")
         has_default = all(found.get(name, "scheduler", fallback="") == args.scheduler for name in _SECTIONS)
         if not has_default:
-            if there := [f"[{name}]" for name in _SECTIONS if found.has_section(name)]:
+            if sections := [f"[{name}]" for name in _SECTIONS if found.has_section(name)]:
                 raise UserError(
-                    f"{path} is not changed: it has {' and '.join(there)}. Write `scheduler = {args.scheduler}` into "
-                    f"its sections {' and '.join(f'[{name}]' for name in _SECTIONS)} yourself"
+                    f"{path} is not changed: it has {' and '.join(sections)}. Write `scheduler = {args.scheduler}` "
+                    f"into its sections {' and '.join(f'[{name}]' for name in _SECTIONS)} yourself"
                 )
             with path.open("a", encoding="utf-8") as file:
                 file.write("\n" if file.tell() else "")

@@ -136,7 +136,7 @@ def _require_module(module: str, folder: str) -> None:
         _missing(f"{path}.py", "module")
 
 
-def _missing(path: str, what: str) -> NoReturn:
+def _missing(path: str, kind: str) -> NoReturn:
     from torchx_monarch.model.spelling import did_you_mean
 
     folder, name = os.path.split(os.path.abspath(path))
@@ -144,7 +144,7 @@ def _missing(path: str, what: str) -> NoReturn:
         beside = os.listdir(folder)
     except OSError as error:
         _exit(f"there is no file {path}: {folder}: {error.strerror}")
-    _exit(f"there is no {what} {name} in {folder}.{did_you_mean(name, beside)}")
+    _exit(f"there is no {kind} {name} in {folder}.{did_you_mean(name, beside)}")
 
 
 def _function_of(component: str) -> Callable[..., Any] | None:

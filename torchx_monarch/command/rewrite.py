@@ -176,8 +176,8 @@ def _wrap(
     role.env.setdefault("PYTHONUNBUFFERED", "1")
     spares = _count_spares(role, found, options.spec.spares)
     if (replicas := role.num_replicas + spares) > MAX_REPLICAS:
-        most = f"at most {MAX_REPLICAS} are possible"
-        raise CommandError(f"role {role.name!r} has {replicas} replicas, spare hosts included; {most}")
+        allowed = f"at most {MAX_REPLICAS} are possible"
+        raise CommandError(f"role {role.name!r} has {replicas} replicas, spare hosts included; {allowed}")
     if found is None:
         return RoleSpec.from_role(role)
     rendezvous = options.rendezvous.get(role.name, "")

@@ -163,5 +163,5 @@ class RoleSpec:
 
         It does not wait for spare hosts, which may never have been able to start.
         """
-        most = self.replicas - (self.spares if 0 in succeeded else 0)
-        return len(succeeded) + len(failed) >= most and self.tolerates(failed)
+        awaited = self.replicas - (self.spares if 0 in succeeded else 0)
+        return len(succeeded) + len(failed) >= awaited and self.tolerates(failed)

@@ -38,18 +38,18 @@ class LogDisplay:
             return None
         return cls(app, role, sys.stdout if command == "log" else sys.stderr)
 
-    def show(self, pieces: Iterable[str], wanted: re.Pattern[str]) -> Iterator[str]:
+    def show(self, pieces: Iterable[str], pattern: re.Pattern[str]) -> Iterator[str]:
         """Yield the lines to show: those that a regular expression matches without their colours."""
         if not self._is_terminal:
             states = LastStates(self._parser.parse)
             found = itertools.chain((line for piece in pieces for line in states.feed(piece)), states.rest())
             texts = (line.plain() for _, line in found)
-            yield from filter(wanted.search, texts)
+            yield from filter(pattern.search, texts)
             return
         goes_on = False
         for piece in pieces:
             line = LogLine(piece) if goes_on else self._parser.parse(piece)
-            if wanted.search(line.plain()):
+            if pattern.search(line.plain()):
                 yield line.on_terminal(self._is_coloured)
             goes_on = not piece.endswith("\n")
 

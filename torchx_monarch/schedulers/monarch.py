@@ -281,11 +281,11 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         found = self.apps.recent(app_id)
         display = LogDisplay.for_command(found[0], role_name) if found is not None else None
         lines = self.apps.lines(app_id, role_name, k, since=since, until=until, follow=should_tail, stream=streams)
-        wanted = compiled(regex)
+        pattern = compiled(regex)
         if display is None:
-            return filter(wanted.search, lines)
+            return filter(pattern.search, lines)
         raise_file_limit()  # the command reads the logs of all replicas at once
-        return display.show(lines, wanted)
+        return display.show(lines, pattern)
 
     def _cancel_existing(self, app_id: str) -> None:
         self.apps.cancel_and_wait(app_id)
@@ -425,9 +425,11 @@ def _warn_of_few_resources(app: AppDef) -> None:
         ranks = _ranks_per_host(role)
         gpus, cpus, memory = max(0, role.resource.gpu), max(0.0, role.resource.cpu), max(0, role.resource.memMB)
         if 0 < (gpus or cpus) < ranks or 0 < memory < ranks * _RANK_MEMORY:
-            asked = f"{cpus:g} CPU{'s' * (cpus > 1)}, {gpus or 'no'} GPU{'s' * (gpus > 1)} and {memory} MB of memory"
-            give = f"Give --gpu {ranks}, or --cpu {ranks} for ranks without GPUs, and --memMB"
-            roles.setdefault(f"is for {ranks} ranks and asks for {asked}. {give}", []).append(role.name)
+            devices = f"{cpus:g} CPU{'s' * (cpus > 1)}, {gpus or 'no'} GPU{'s' * (gpus > 1)}"
+            advice = f"Give --gpu {ranks}, or --cpu {ranks} for ranks without GPUs, and --memMB"
+            roles.setdefault(
+                f"is for {ranks} ranks and asks for {devices} and {memory} MB of memory. {advice}", []
+            ).append(role.name)
     for text, names in roles.items():
         _log.warning("role %s: each host %s", ", ".join(names), text)
 
