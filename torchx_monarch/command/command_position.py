@@ -173,6 +173,6 @@ def command_position(words: Sequence[str]) -> CommandPosition | None:
             return None
         sets_path |= runner.sets_path or any(map(SETS_PATH.match, words[start : start + 1 + before]))
         is_cleared |= not options.isdisjoint(runner.clears.split())
-        is_renamed |= not options.isdisjoint(runner.renames.split())
+        is_renamed = not options.isdisjoint(runner.renames.split())
         start, is_script = start + 1 + before, False
     return None

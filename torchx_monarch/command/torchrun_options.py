@@ -12,7 +12,7 @@ import functools
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, NoReturn, TypeVar
 
@@ -21,7 +21,7 @@ from torchx_monarch.model.spelling import did_you_mean
 T = TypeVar("T")
 
 UNEXPANDED = "\0"
-"""Placeholder in the words of a shell string for text that the shell will expand. Real arguments cannot hold a NUL."""
+"""Stands in the words of a command for text that TorchX or a shell will expand. No argument of a program has a NUL."""
 
 
 class CommandError(ValueError):
@@ -79,24 +79,23 @@ class Streams:
         return dict(self.ranks).get(local_rank, self.every)
 
 
+_HONOURED_KEYS = ("join_timeout", "last_call_timeout")
+"""The keys of ``--rdzv-conf`` that have an effect; ``close_timeout``, ``timeout`` and others have none."""
+
+
 @dataclass(frozen=True)
 class RendezvousConf:
-    """The supported keys of ``--rdzv-conf``; other keys (``close_timeout``, ``timeout``, ...) have no effect.
+    """The value of ``--rdzv-conf``.
 
     Attributes:
         join_timeout: seconds in which the minimum number of hosts must join; None for the host's default.
         last_call_timeout: seconds to wait for further hosts after that.
-        keys: all keys that were given, supported or not.
+        keys: all keys that were given.
     """
 
     join_timeout: int | None = None
     last_call_timeout: int = 30
     keys: tuple[str, ...] = ()
-
-    @property
-    def unsupported(self) -> tuple[str, ...]:
-        """The keys that were given and have no effect."""
-        return tuple(key for key in self.keys if key not in ("join_timeout", "last_call_timeout"))
 
     @classmethod
     def parse(cls, text: str) -> RendezvousConf:
@@ -108,13 +107,12 @@ class RendezvousConf:
                 lacks = f"{key} has no value; " if key else ""
                 raise ValueError(f"{lacks}use KEY=VALUE,..., such as join_timeout=600,last_call_timeout=30")
             values[key] = value
-        conf = cls(keys=tuple(values))
         seconds: dict[str, Any] = {
             key: _value(int, f"{key}={text} is not a whole number of seconds above 0", lambda number: number > 0)(text)
             for key, text in values.items()
-            if key not in conf.unsupported
+            if key in _HONOURED_KEYS
         }
-        return replace(conf, **seconds)
+        return cls(keys=tuple(values), **seconds)
 
 
 def _static_endpoint(text: str) -> tuple[str, int]:
@@ -349,7 +347,7 @@ OPTIONS = tuple(
 
 def unused_options(options: TorchrunOptions, in_run: bool) -> list[str]:
     """Return a line for the log for each option that has no effect in this command, or in a run of an allocation."""
-    keys = options.rdzv_conf.keys if in_run else options.rdzv_conf.unsupported
+    keys = [key for key in options.rdzv_conf.keys if in_run or key not in _HONOURED_KEYS]
     lines = []
     if keys:
         why = "the hosts of an allocation have found each other before" if in_run else _MESH
