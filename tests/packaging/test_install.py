@@ -288,6 +288,84 @@ def test_one_sub_command_is_added(plain: Environment, installed: Environment) ->
     assert installed.torchx("monarch", "ls").stdout.split() == ["ID", "STATE", "AGE", "TIME", "CODE", "HOSTS"]
 
 
+_COMMANDS = """
+import json, os, sys, tempfile
+import kubernetes.client, kubernetes.config, kubernetes.watch, torchx.schedulers.kubernetes_scheduler  # once for all
+from torchx.cli.main import main
+ends = []
+for words in json.load(sys.stdin):
+    with tempfile.TemporaryFile() as said:
+        if not (pid := os.fork()):
+            os.dup2(said.fileno(), 1), os.dup2(said.fileno(), 2)
+            sys.argv, code = ["torchx", *words], 1
+            try:
+                main(words)
+                code = 0
+            except SystemExit as ended:
+                code = ended.code
+            except BaseException as error:
+                sys.excepthook(type(error), error, error.__traceback__)
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(code or 0)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        said.seek(0)
+        ends.append([code, said.read().decode()])
+print(json.dumps(ends))
+"""
+"""Runs the commands of stdin with one import of TorchX; prints the exit code and the output of each."""
+
+_OURS_IN_TRACEBACK = re.compile(r'  File "[^"]*(torchx_monarch/|contextlib.py)[^"]*".*\n(    .*\n)*')
+
+_VARIES = {
+    r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\b": "TIME",
+    r"/tmp/\S*torchx_\w+": "LOGS",
+    r"\b(echo|sh)-[a-z0-9]{10,}": r"\1-ID",
+    r"'?monarch_[a-z_]+'?, ": "",
+    r"usage: (.*\n)+?(?=.*: error: )": "",  # its lines are as long as the list of schedulers
+}
+
+_FOREIGN = [
+    *(f"{command} {handle}" for command in ("status", "log", "describe", "cancel", "delete") for handle in (
+        "local_cwd://torchx/x", "local_docker://torchx/x", "slurm://torchx/1", "kubernetes://torchx/a:b",
+        "nosuch://torchx/x", "a://b/c/d/e/f",
+    )),
+    *("log local_cwd://torchx/x/role/0", "status local_cwd://torchx/x --json", "list", "list -s local_cwd", "status"),
+    *("list -s slurm", "run -s local_cwd utils.echo --msg hi", "run -s local_cwd --json utils.echo --msg hi"),
+    *("run -s local_cwd --wait --log utils.sh exit 3", "run -s local_cwd --dryrun utils.nosuch", "run utils.echo"),
+    *("run -s local_cwd --dryrun train.py", "run -s local_cwd -cfg nosuch=1 utils.echo", "run -s nosuch utils.echo"),
+    *("run -s local_cwd --dryrn utils.echo", "run", "run -s local_cwd utils.echo --nosuch 1", "runopts slurm"),
+]  # fmt: skip
+
+
+def test_commands_do_for_other_schedulers_what_they_did(plain: Environment, installed: Environment) -> None:
+    """For each command that this package extends: TorchX's output and exit code, but for our frames in a traceback."""
+
+    def ends(environment: Environment) -> dict[str, tuple[int, list[str]]]:
+        command = [str(environment.bin / "python"), "-c", _COMMANDS]
+        nowhere = {"DOCKER_HOST": "unix:///nonexistent", "KUBECONFIG": "/nonexistent", "COLUMNS": "200"}
+        words = json.dumps([line.split() for line in _FOREIGN])
+        env = environment.env(**nowhere)
+        done = subprocess.run(command, input=words, env=env, cwd=environment.cwd, text=True, stdout=-1, timeout=240)
+        found = dict[str, tuple[int, list[str]]]()
+        for line, (code, said) in zip(_FOREIGN, json.loads(done.stdout), strict=True):
+            said = _OURS_IN_TRACEBACK.sub("", said.replace(str(environment.folder.parent), "FOLDER"))
+            for pattern, word in _VARIES.items():
+                said = re.sub(pattern, word, said)
+            found[line] = code, sorted(said.splitlines())  # threads print logs
+        return found
+
+    before, after = ends(plain), ends(installed)
+    assert {code for code, _ in before.values()} == {0, 1, 2}
+    assert {line: (before[line], after[line]) for line in _FOREIGN if before[line] != after[line]} == {}
+
+
+def test_errors_of_ours_are_a_line(installed: Environment) -> None:
+    done = installed.torchx("list", "-s", "monarch_kubernetes", exit_code=1, KUBECONFIG="/nonexistent")
+    assert done.stderr.startswith("no Kubernetes cluster is configured: ") and len(done.stderr.splitlines()) == 1
+    done = installed.torchx("delete", "--force", "local_cwd://torchx/x", exit_code=2)
+    assert "unrecognized arguments: --force" in done.stderr
+
+
 # --- components
 
 

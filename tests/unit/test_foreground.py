@@ -77,7 +77,8 @@ def foreground_of(apps: Plain, kills: bool = False) -> Foreground:
 def is_run(monkeypatch: pytest.MonkeyPatch, **options: bool) -> None:
     """Have this process be a ``torchx run`` with these options."""
     defaults = {"wait": False, "log": False, "stdin": False}
-    monkeypatch.setattr(command_module, "run_options", argparse.Namespace(**{**defaults, **options}))
+    running = command_module.TorchXCommand(argparse.Namespace(**{**defaults, **options}))
+    monkeypatch.setattr(command_module, "running", running)
 
 
 def submit(foreground: Foreground) -> None:
@@ -185,13 +186,12 @@ def test_the_options_tell_before_the_command_waits(
         except KeyboardInterrupt:
             foreground.on_close()
 
-    monkeypatch.setattr("sys.argv", ["torchx", *words.split(" ")])
     monkeypatch.setattr(cmd_run.CmdRun, "run", run)
     with pytest.raises(SystemExit, match="130"):
         main(words.split(" "))
     assert backend.cancelled == waits
     assert ("keeps running" in capsys.readouterr().err) is not waits
-    assert command_module.run_options is None
+    assert command_module.running is None
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -47,7 +47,7 @@ _READ_LOGS = """if True:
     from torchx_monarch.cli import jobs, logs
     from torchx_monarch.model.role_spec import RoleSpec
     from torchx_monarch.model.state import State
-    from torchx_monarch.schedulers import monarch_local
+    from torchx_monarch.schedulers import command, monarch_local
     from torchx_monarch.supervisor import log_files
 
     LIMIT = 64
@@ -63,6 +63,7 @@ _READ_LOGS = """if True:
     scheduler.apps = SimpleNamespace(read=lambda _: found, recent=lambda _: found, replica_log=lines)
     scheduler.apps.lines = lambda *place, **_: (line.text for line in lines(*place))
     if sys.argv[1] == "log":
+        command.running = command.TorchXCommand(argparse.Namespace(), sys.stdout)
         opened = [iter(scheduler.log_iter("a", "r", replica)) for replica in range(LIMIT)]
         print(*(next(log) for log in opened), sep="")
         sys.exit()

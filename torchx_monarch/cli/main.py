@@ -15,8 +15,6 @@ from typing import Any, NoReturn
 
 from torchx.cli.cmd_base import SubCommand
 
-from torchx_monarch.cli import torchx_errors
-
 SUB_COMMANDS = {
     "doctor": "what is installed, and whether a scheduler can be used",
     "init": "make a monarch_ scheduler the default of this folder",
@@ -71,13 +69,7 @@ class _SubCommandParser(argparse.ArgumentParser):
 
 
 class CmdMonarch(SubCommand):  # type: ignore[misc]
-    """Implement ``torchx monarch`` with the sub-commands of ``SUB_COMMANDS``.
-
-    TorchX creates an instance whenever its command starts, also for other commands than this.
-    """
-
-    def __init__(self) -> None:
-        torchx_errors.install()
+    """Implement ``torchx monarch`` with the sub-commands of ``SUB_COMMANDS``."""
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
         """Define the arguments of ``torchx monarch``."""

@@ -1,28 +1,36 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Extend TorchX's commands for one job: ``torchx status``, ``log``, ``cancel``, ``describe`` and ``delete``.
+"""Extend TorchX's commands for jobs of this package: ``torchx status``, ``log``, ``cancel``, ``describe``, ``delete``.
 
-They take the words that ``torchx monarch`` takes for a job (``last``, a name, the beginning of an id). For jobs of this
-package's schedulers, ``cancel`` and ``delete`` say what they have done, and ``delete`` refuses a job that runs unless
-``--force`` is given. ``torchx monarch cancel`` and ``delete`` are the same commands.
+They take the words that ``torchx monarch`` takes for a job (``last``, a name, the beginning of an id). They and
+``list`` show an error of this package in a line. ``cancel`` and ``delete`` say what they have done, and ``delete``
+refuses a job that runs unless ``--force`` is given; ``torchx monarch cancel`` and ``delete`` are the same commands. For
+a handle of another scheduler, TorchX's own code runs, with nothing before or after it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+from typing import TYPE_CHECKING, NoReturn
 
 from torchx.cli.cmd_base import AppHandleSubCommand
 from torchx.cli.cmd_cancel import CmdCancel as TorchXCmdCancel
 from torchx.cli.cmd_delete import CmdDelete as TorchXCmdDelete
 from torchx.cli.cmd_describe import CmdDescribe as TorchXCmdDescribe
+from torchx.cli.cmd_list import CmdList as TorchXCmdList
 from torchx.cli.cmd_log import CmdLog as TorchXCmdLog
 from torchx.cli.cmd_status import CmdStatus as TorchXCmdStatus
 from torchx.runner import Runner
-from torchx.specs import AppStatus
+from torchx.specs import parse_app_handle
 
+from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.cli import handles
 from torchx_monarch.cli.exit_codes import CommandError
-from torchx_monarch.schedulers import registered
+from torchx_monarch.schedulers import command
+
+if TYPE_CHECKING:
+    from torchx_monarch.model.state import State
 
 
 def _resolve(word: str) -> str:
@@ -30,20 +38,42 @@ def _resolve(word: str) -> str:
     try:
         return handles.resolve(word)
     except CommandError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+        _exit(error)
+
+
+def _exit(error: CommandError) -> NoReturn:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
+def _state_of_ours(handle: str, runner: Runner) -> State | None:
+    """Return the state of a job of this package; None for another scheduler's; exit if the job does not exist."""
+    from torchx_monarch.schedulers.monarch import MonarchScheduler
+
+    try:
+        name, _, app_id = parse_app_handle(handle)
+        scheduler = torchx_api.scheduler_of(runner, name)
+    except Exception:  # TorchX's command raises it again
+        return None
+    if not isinstance(scheduler, MonarchScheduler):
+        return None
+    found = scheduler.apps.read(app_id, brief=True)
+    if found is None:
+        _exit(handles.unknown(handle))
+    return found[1].state
 
 
 class _NamedJob(AppHandleSubCommand):  # type: ignore[misc]
     """The base class of TorchX's commands, with a handle that may be a word for the job."""
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
-        """Define the handle."""
-        subparser.add_argument("app_handle", metavar="HANDLE", help=handles.HELP)
+        subparser.add_argument("app_handle", type=str, help=handles.HELP)
 
     def run(self, args: argparse.Namespace) -> None:
         args.app_handle = _resolve(args.app_handle)
-        super().run(args)
+        is_monarch = hasattr(args, "sub_command")  # `torchx monarch` shows errors itself, and has exit codes for them
+        with contextlib.nullcontext() if is_monarch else command.run(args):
+            super().run(args)
 
 
 class CmdStatus(TorchXCmdStatus, _NamedJob):  # type: ignore[misc]
@@ -59,12 +89,11 @@ class CmdCancel(TorchXCmdCancel, _NamedJob):  # type: ignore[misc]
 
     def run_with_runner(self, args: argparse.Namespace, runner: Runner) -> None:
         """Cancel the job, and say so."""
-        status = _status_of_ours(args.app_handle, runner)
+        state = _state_of_ours(args.app_handle, runner)
         super().run_with_runner(args, runner)
-        if status is not None and status.is_terminal():
-            print(f"{args.app_handle} had ended before: {status.state.name}", file=sys.stderr)
-        elif status is not None:
-            print(f"cancelled {args.app_handle}", file=sys.stderr)
+        if state is not None:
+            said = f"{args.app_handle} had ended before: {state.name}" if state.is_terminal else ""
+            print(said or f"cancelled {args.app_handle}", file=sys.stderr)
 
 
 class CmdDelete(TorchXCmdDelete, _NamedJob):  # type: ignore[misc]
@@ -72,21 +101,26 @@ class CmdDelete(TorchXCmdDelete, _NamedJob):  # type: ignore[misc]
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
         super().add_arguments(subparser)
-        subparser.add_argument("--force", action="store_true", help="end the job first, if it has not ended")
+        text = "end the job first, if it has not ended (jobs of torchx-monarch)"
+        subparser.add_argument("--force", action="store_true", help=text)
 
     def run_with_runner(self, args: argparse.Namespace, runner: Runner) -> None:
         """Delete the job, and say so; refuse one that has not ended."""
-        status = _status_of_ours(args.app_handle, runner)
-        if status is not None and not status.is_terminal() and not args.force:
+        state = _state_of_ours(args.app_handle, runner)
+        if state is None:
+            if args.force:
+                print("torchx: error: unrecognized arguments: --force", file=sys.stderr)
+                sys.exit(2)
+        elif not state.is_terminal and not args.force:
             print(
-                f"{args.app_handle} is {status.state.name}, and delete would end it and remove its logs.\n"
+                f"{args.app_handle} is {state.name}, and delete would end it and remove its logs.\n"
                 f"To do so: torchx delete --force {args.app_handle}\n"
                 f"To end it and keep its logs: torchx cancel {args.app_handle}",
                 file=sys.stderr,
             )
             sys.exit(1)
         super().run_with_runner(args, runner)
-        if status is not None:
+        if state is not None:
             print(f"deleted {args.app_handle} and its logs", file=sys.stderr)
 
 
@@ -97,13 +131,18 @@ class CmdLog(TorchXCmdLog):  # type: ignore[misc]
         if "://" not in args.identifier:
             word, slash, rest = args.identifier.partition("/")
             args.identifier = f"{_resolve(word)}{slash}{rest}"
-        super().run(args)
+        try:
+            with command.run(args, sys.stdout):
+                super().run(args)
+        except KeyboardInterrupt:
+            if args.identifier.partition("://")[0] not in handles.used_schedulers():
+                raise
+            sys.exit(130)
 
 
-def _status_of_ours(handle: str, runner: Runner) -> AppStatus | None:
-    """Return the status of a job; None for one of TorchX's own schedulers; raise CommandError if it does not exist."""
-    if handle.partition("://")[0] not in registered():
-        return None
-    if (status := runner.status(handle)) is None:
-        raise handles.unknown(handle)
-    return status
+class CmdList(TorchXCmdList):  # type: ignore[misc]
+    """Implement ``torchx list``."""
+
+    def run(self, args: argparse.Namespace) -> None:
+        with command.run(args):
+            super().run(args)

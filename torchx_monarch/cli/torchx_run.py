@@ -17,8 +17,7 @@ from typing import Any, NoReturn
 
 from torchx.cli.cmd_run import CmdRun as TorchXCmdRun
 
-from torchx_monarch.backends.core import torchx_api
-from torchx_monarch.schedulers import command, no_scheduler
+from torchx_monarch.schedulers import command, is_ours
 
 _OWN = "monarch."
 """How the names of this package's components begin, as setup.cfg registers them."""
@@ -28,14 +27,13 @@ class CmdRun(TorchXCmdRun):  # type: ignore[misc]
     """Implement ``torchx run``."""
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
-        """Define TorchX's arguments, and say what to type instead of a scheduler or an option that does not exist."""
+        """Define TorchX's arguments, and say where options of this package's components go."""
         super().add_arguments(subparser)
-        torchx_api.convert_option(subparser, "scheduler", _scheduler)
         parse_known_args = subparser.parse_known_args
 
         def parse(words: Any = None, namespace: Any = None) -> Any:
             parsed, unknown = parse_known_args(words, namespace)
-            if unknown:
+            if unknown and any(word.startswith(_OWN) for word in parsed.component_name_and_args):
                 _exit(_unknown_option(unknown[0].partition("=")[0]))
             return parsed, unknown
 
@@ -52,19 +50,8 @@ class CmdRun(TorchXCmdRun):  # type: ignore[misc]
         """Run a component; exit with a message if its name, its arguments or its script are wrong."""
         if not args.stdin:
             args.component_name_and_args = _checked(args)
-        command.run_options = args
-        try:
+        with command.run(args, sys.stderr):
             super().run(args)
-        finally:
-            command.run_options = None
-
-
-def _scheduler(name: str) -> str:
-    from torchx.schedulers import get_scheduler_factories
-
-    if name not in get_scheduler_factories():
-        raise argparse.ArgumentTypeError(no_scheduler(name))
-    return name
 
 
 def _unknown_option(flag: str) -> str:
@@ -86,7 +73,7 @@ def _checked(args: argparse.Namespace) -> list[str]:
         component, words = typed[0], typed[1:]
     else:
         component, words = config.get_config(prefix="cli", name="run", key="component") or "", typed
-    if not component or ":" in component:
+    if ":" in component or not (component.startswith("monarch") or is_ours(args.scheduler)):
         return typed
     function = _function_of(component)
     if function is None or not component.startswith(_OWN):

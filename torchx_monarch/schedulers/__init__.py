@@ -29,13 +29,6 @@ def _factory(name: str, module: str, backend: str, client: str = "") -> partial[
     return partial(create, name)
 
 
-def registered() -> list[str]:
-    """Return the names of the registered schedulers that are not TorchX's own."""
-    from torchx.schedulers import DEFAULT_SCHEDULER_MODULES, get_scheduler_factories
-
-    return sorted(name for name in get_scheduler_factories() if name not in DEFAULT_SCHEDULER_MODULES)
-
-
 def no_scheduler(name: str) -> str:
     """Return what is wrong with the name of a scheduler that does not exist, and what to type instead."""
     from torchx.schedulers import get_scheduler_factories
@@ -123,6 +116,11 @@ def configured_wraps() -> dict[str, str]:
     return found
 
 
+def is_ours(name: str) -> bool:
+    """Return whether a scheduler is this package's, or is wrapped by ``.torchxconfig``."""
+    return name in NAMES or name in configured_wraps()
+
+
 def create_wrapped(name: str, wrapped: str, session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
     """Create a scheduler of ``configured_wraps``; raise UserError if the one that it wraps cannot be wrapped."""
     from torchx.schedulers import get_scheduler_factories
@@ -132,7 +130,7 @@ def create_wrapped(name: str, wrapped: str, session_name: str, **kwargs: object)
     factories = get_scheduler_factories()
     if wrapped not in factories:
         raise UserError(f"[{_WRAP_SECTION}] {name} = {wrapped} of .torchxconfig: {no_scheduler(wrapped)}")
-    if wrapped in (*NAMES, *configured_wraps()):
+    if is_ours(wrapped):
         why = f"{wrapped} is a scheduler of torchx-monarch, which needs no wrapping"
         raise UserError(f"[{_WRAP_SECTION}] {name} = {wrapped} of .torchxconfig: {why}")
     return wrap(name, session_name, factories[wrapped](session_name, **kwargs))

@@ -1,50 +1,61 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What this process runs if it is the ``torchx`` command, and which errors are a user's mistakes.
-
-``cli.torchx_errors`` shows the message of such an error instead of a traceback.
-"""
+"""The ``torchx`` command that this process runs, as far as this package extends it, for this package's schedulers."""
 
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import sys
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TextIO
 
-from torchx.specs import InvalidRunConfigException
-from torchx.specs.finder import ComponentValidationException
-
-USER_ERRORS = (ComponentValidationException, InvalidRunConfigException)
-"""Base classes of all errors whose message is meant for a user."""
-
-run_options: argparse.Namespace | None = None
-"""The options of this process' ``torchx run``, as TorchX has parsed them; None in any other program."""
-
-_SUBCOMMANDS = frozenset(
-    (
-        *("builtins", "cancel", "configure", "delete", "describe", "list"),
-        *("log", "monarch", "run", "runopts", "status", "tracker"),
-    )
-)
+from torchx_monarch.exceptions import TorchXMonarchError
 
 
-def subcommand() -> str:
-    """Return the subcommand of ``torchx`` that this process runs; empty in any other program."""
-    main = getattr(sys.modules.get("__main__"), "__spec__", None)
-    if os.path.basename(sys.argv[0]) != "torchx" and getattr(main, "name", "") != "torchx.cli.main":
-        return ""
-    return next((word for word in sys.argv[1:] if word in _SUBCOMMANDS), "")
+@dataclass(frozen=True)
+class TorchXCommand:
+    """A command of TorchX that this package extends.
+
+    Attributes:
+        options: its options as TorchX has parsed them; of ``run --stdin``, as its JSON says.
+        log_stream: where it prints the logs of jobs; None for other commands, and if the stream is closed.
+    """
+
+    options: argparse.Namespace
+    log_stream: TextIO | None = None
+
+    @property
+    def submits(self) -> bool:
+        """Whether it is ``torchx run``."""
+        return hasattr(self.options, "wait")
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for the end of the job that it submits."""
+        return self.submits and (self.options.wait or self.options.log)
 
 
-def keep_threads_quiet() -> None:
-    """Suppress the tracebacks of threads that end with a user's mistake: ``torchx log`` raises it again."""
+running: TorchXCommand | None = None
+"""The command that this process runs; None in any other program, and in commands of TorchX that are not extended."""
+
+
+@contextlib.contextmanager
+def run(options: argparse.Namespace, log_stream: TextIO | None = None) -> Iterator[None]:
+    """Enclose a command. It ends with one line for an error of this package, where TorchX shows a traceback."""
+    global running
     before = threading.excepthook
-    if not subcommand() or getattr(before, "quiet", False):
-        return
 
     def hook(args: threading.ExceptHookArgs) -> None:
-        if not isinstance(args.exc_value, USER_ERRORS):
+        if not isinstance(args.exc_value, TorchXMonarchError):  # `torchx log` raises it again in the main thread
             before(args)
 
-    hook.quiet = True  # type: ignore[attr-defined]
-    threading.excepthook = hook
+    running, threading.excepthook = TorchXCommand(options, log_stream), hook
+    try:
+        yield
+    except TorchXMonarchError as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
+    finally:
+        running, threading.excepthook = None, before

@@ -68,7 +68,7 @@ class Foreground:
             termination.install()
 
         def submitted(app_id: str) -> None:
-            if command.run_options is not None:
+            if command.running is not None:
                 self._polls[app_id] = 0
                 self._submitted[app_id] = time.time()
 
@@ -170,5 +170,4 @@ def _print_stderr(text: str) -> None:
 
 
 def _waits() -> bool:
-    options = command.run_options
-    return options is not None and (options.wait or options.log)
+    return command.running is not None and command.running.waits

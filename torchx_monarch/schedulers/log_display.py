@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from typing import TextIO
 
@@ -17,7 +16,7 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.command.command import Streams
 from torchx_monarch.command.rank_command import rank_command
 from torchx_monarch.insight.log_lines import LastStates, LineParser, LogLine, is_coloured, is_terminal
-from torchx_monarch.schedulers.command import subcommand
+from torchx_monarch.schedulers import command
 
 _TEMPLATE_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
@@ -33,10 +32,8 @@ class LogDisplay:
     @classmethod
     def for_command(cls, app: AppSnapshot, role: str) -> LogDisplay | None:
         """Return how this process's ``torchx log`` or ``torchx run --log`` shows lines; None in any other program."""
-        command = subcommand()
-        if command not in ("log", "run"):
-            return None
-        return cls(app, role, sys.stdout if command == "log" else sys.stderr)
+        stream = command.running.log_stream if command.running is not None else None
+        return cls(app, role, stream) if stream is not None else None
 
     def show(self, pieces: Iterable[str], pattern: re.Pattern[str]) -> Iterator[str]:
         """Yield the lines to show: those that a regular expression matches without their colours."""

@@ -38,7 +38,6 @@ from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.host_spec import HostSpec, parse_exit_codes, parse_ports, wrong_values
 from torchx_monarch.model.role_spec import RoleMetadataError
 from torchx_monarch.schedulers import NAMES, command, no_scheduler
-from torchx_monarch.schedulers.command import keep_threads_quiet, subcommand
 from torchx_monarch.schedulers.description import describe, shorten, summarize
 from torchx_monarch.schedulers.foreground import Foreground
 from torchx_monarch.schedulers.log_display import LogDisplay
@@ -238,11 +237,9 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         None stands for an app that does not exist; a `torchx` command that names it gets a ``UserError``.
         """
         self._foreground.on_poll(app_id)
-        keep_threads_quiet()
-        found = self.apps.read(app_id, brief=subcommand() in ("cancel", "delete"))
+        found = self.apps.read(app_id)
         if found is None:
-            if subcommand() in ("cancel", "delete", "describe", "log", "status"):
-                # For an unknown app, `cancel`, `delete` and `log` do nothing, or wait, and exit with 0.
+            if command.running is not None:  # for an unknown app `log` exits with 0
                 reason = f"there is no app {app_id!r} of {self.backend}"
                 raise UserError(f"{reason}; `torchx list -s {self.backend}` shows all")
             return None
@@ -312,7 +309,7 @@ class MonarchWorkspaceScheduler(WorkspaceMixin[Any], MonarchScheduler):  # type:
     def build_workspaces(self, roles: list[Role], cfg: Cfg) -> None:
         """Build the workspaces through the backend, but no image for a dry run, which may lack Docker."""
         assert self.inner.workspace is not None
-        if makes_images(self.inner.workspace) and getattr(command.run_options, "dryrun", False):
+        if makes_images(self.inner.workspace) and command.running is not None and command.running.options.dryrun:
             if any(role.workspace for role in roles):
                 _log.warning("a dry run does not make the workspace part of the image; a submission does")
             return

@@ -11,7 +11,12 @@ from torchx.specs.api import runopt
 from torchx.util.types import to_dict
 
 from torchx_monarch.backends.core.torchx_api import put_option
+from torchx_monarch.exceptions import TorchXMonarchError
 from torchx_monarch.model.spelling import did_you_mean
+
+
+class RunOptionError(TorchXMonarchError, InvalidRunConfigException):  # type: ignore[misc]
+    """Raised for a wrong run option: TorchX's exception, for which ``torchx run -cfg`` shows a traceback, as ours."""
 
 
 @dataclasses.dataclass
@@ -29,7 +34,7 @@ class _NamedOption(runopt):  # type: ignore[misc]
         except (ValueError, TypeError):
             wrong = f"no {getattr(self.opt_type, '__name__', self.opt_type)}"
         reason = f"Run option `{self.name}` is {value!r}, which is {wrong}"
-        raise InvalidRunConfigException(reason, self.name, {self.name: value})
+        raise RunOptionError(reason, self.name, {self.name: value})
 
 
 class CheckedRunopts(runopts):  # type: ignore[misc]
@@ -58,7 +63,7 @@ class CheckedRunopts(runopts):  # type: ignore[misc]
         except (ValueError, TypeError, IndexError) as error:
             hint = " (a value that contains = needs quotes: OPTION='A=B')" if cfg_str.count("=") > 1 else ""
             reason = f"-cfg {cfg_str!r} is not of the form OPTION=VALUE,OPTION=VALUE{hint}: {error}"
-            raise InvalidRunConfigException(reason, cfg_str, {}) from None
+            raise RunOptionError(reason, cfg_str, {}) from None
 
     def resolve(self, cfg: Mapping[str, CfgVal], *, ignore_unknown: bool = False) -> dict[str, CfgVal]:
         try:
@@ -67,13 +72,13 @@ class CheckedRunopts(runopts):  # type: ignore[misc]
         except InvalidRunConfigException as error:
             raise self._explained(error, cfg) from None
 
-    def _explained(self, error: InvalidRunConfigException, cfg: Mapping[str, CfgVal]) -> InvalidRunConfigException:
-        """Return an error of TorchX with what to type instead of an option that does not exist."""
+    def _explained(self, error: InvalidRunConfigException, cfg: Mapping[str, CfgVal]) -> RunOptionError:
+        """Return our exception for one of TorchX's, with what to type instead of an option that does not exist."""
         name, names = error.cfg_key, [name for name, _ in self]
         if name in self._retired:
             reason = f"There is no run option `{name}` any more: {self._retired[name]}"
         elif name not in names and (hint := did_you_mean(name, names)):
             reason = f"Unknown run option `{name}`.{hint} Valid options are: {', '.join(sorted(names))}"
         else:
-            return error
-        return InvalidRunConfigException(reason, name, cfg)
+            reason = str(error).partition(". Given: ")[0]
+        return RunOptionError(reason, name, cfg)

@@ -9,9 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
-
     from kubernetes.client import V1Pod
     from torchx.runner import Runner
     from torchx.schedulers.api import Scheduler
@@ -66,15 +63,3 @@ def apply_pod_overlay(pod: V1Pod, overlay: dict[str, Any]) -> None:
     from torchx.schedulers.kubernetes_scheduler import _apply_pod_overlay
 
     _apply_pod_overlay(pod, overlay)
-
-
-def convert_option(parser: argparse.ArgumentParser, name: str, convert: Callable[[str], str]) -> None:
-    """Have a parser convert the value of an option, which TorchX has defined, before it compares it with the choices.
-
-    Args:
-        name: the option's name among the parsed arguments.
-        convert: raises ``argparse.ArgumentTypeError`` for a wrong value.
-    """
-    for action in parser._actions:
-        if action.dest == name:
-            action.type = convert
