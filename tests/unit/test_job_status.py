@@ -23,12 +23,13 @@ from torchx_monarch.cli import jobs, ls
 from torchx_monarch.cli import status as status_command
 from torchx_monarch.cli.status import facts, of_roles, render
 from torchx_monarch.insight import events
+from torchx_monarch.insight.timeline import Moment
 from torchx_monarch.insight.timeline import build as build_timeline
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.description import describe, summary_of
-from torchx_monarch.schedulers.job_status import Failure, JobStatus, LiveState, build, in_one_line
+from torchx_monarch.schedulers.job_status import JobStatus, LiveState, build, in_one_line
 
 HANDLE = "monarch_local://torchx/train-x7"
 NOW = 1000.0
@@ -339,7 +340,9 @@ def test_a_watched_status_shows_the_whole_place_of_a_hang(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = "/a/folder/of/programs/train.py:5 in <module>"
-    hang = Failure(0.0, f"rank 1 has not called gloo:all_reduce, number 1 of group 0; rank 1 (host 0): is at {place}")
+    hang = Moment(
+        NOW, "hang", f"rank 1 has not called gloo:all_reduce, number 1 of group 0; rank 1 (host 0): is at {place}"
+    )
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((80, 24)))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     status_command.watch(iter([replace(status_of(snapshot()), hang=hang)]), as_json=False)

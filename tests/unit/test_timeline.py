@@ -54,11 +54,10 @@ def check(timeline: Timeline) -> None:
         of_role = timeline.spans_of("phase", role.name)
         assert sum(span.seconds for span in of_role) == pytest.approx(timeline.job.seconds)
         assert all(phase.end == next_one.start for phase, next_one in zip(of_role, of_role[1:], strict=False))
-    for index, span in enumerate(timeline.spans):
+    for span in timeline.spans:
         assert timeline.job.start <= span.start <= span.end <= timeline.job.end
         if span.parent is not None:
-            parent = timeline.spans[span.parent]
-            assert span.parent < index and parent.start <= span.start and span.end <= parent.end
+            assert span.parent.start <= span.start and span.end <= span.parent.end
 
 
 def test_a_job_with_a_restart() -> None:
@@ -142,7 +141,7 @@ def test_runs_of_a_live_allocation() -> None:
     runs = [(span.number, span.start, span.end, span.code) for span in timeline.spans_of("run")]
     assert runs == [(1, 110, 118, 3), (2, 120, 125, None)]
     assert [span.name for span in timeline.spans_of("attempt")] == ["attempt 1", "attempt 2", "attempt 1"]
-    assert [timeline.spans[span.parent or 0].number for span in timeline.spans_of("attempt")] == [1, 1, 2]
+    assert [span.parent.number for span in timeline.spans_of("attempt") if span.parent] == [1, 1, 2]
     assert ("ready", 110) in phases(timeline) and ("ready", 120) in phases(timeline)
     assert phases(build(START, LIVE, end=125.0))[-1] == ("ready", 125)
 

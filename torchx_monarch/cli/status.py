@@ -19,9 +19,9 @@ from torchx_monarch.cli.output import Screen, add_json, print_json, print_record
 from torchx_monarch.insight.rank_sample import RankView
 from torchx_monarch.insight.stacks import ranges
 from torchx_monarch.insight.summary import raised_at, show_duration, show_restarts
-from torchx_monarch.insight.timeline import PHASES
+from torchx_monarch.insight.timeline import PHASES, Moment
 from torchx_monarch.model.state import State
-from torchx_monarch.schedulers.job_status import Failure, JobStatus, LiveState, ReplicaState
+from torchx_monarch.schedulers.job_status import JobStatus, LiveState, ReplicaState
 from torchx_monarch.system.untrusted_text import one_line
 
 _INTERVAL_S = 1.0
@@ -206,10 +206,8 @@ def _attempt(status: JobStatus) -> str:
     return "" if status.attempt is None else f"{status.attempt}{allowed}"
 
 
-def _ago(failure: Failure | None, now: float) -> str:
-    if failure is None:
-        return ""
-    return (f"{show_duration(now - failure.time)} ago: " if failure.time else "") + failure.message
+def _ago(moment: Moment | None, now: float) -> str:
+    return "" if moment is None else f"{show_duration(now - moment.time)} ago: {moment.message}"
 
 
 def _collectives(ranks: Sequence[RankView]) -> str:

@@ -90,7 +90,7 @@ class Span:
         kind: ``job``, ``role``, ``run``, ``attempt``, ``phase``, ``import`` or ``rank``.
         name: its name for people: that of the phase, ``attempt 2``, ``rank 3``.
         end: its end; that of the timeline if it has not ended.
-        parent: index of the span that contains it; None for the job.
+        parent: the span that contains it; None for the job.
         number: the number of the run, of the attempt (from 1), of the rank, or of the replica of an import; 0 for
             other kinds.
         replica: the replica whose host executes the rank; None for other kinds.
@@ -104,7 +104,7 @@ class Span:
     name: str
     start: float
     end: float
-    parent: int | None = None
+    parent: Span | None = dataclasses.field(default=None, repr=False, compare=False)
     role: str = ""
     number: int = 0
     replica: int | None = None
@@ -121,17 +121,18 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """Something that happened, to a role or to the whole job: an event that is more than the end of a phase."""
+    """Something that happened, to a role or to the whole job: an event that is more than the end of a phase.
+
+    Attributes:
+        time: in seconds since the epoch.
+        message: one printable line.
+        role: empty for the whole job.
+    """
 
     time: float
     kind: str
-    text: str
+    message: str
     role: str = ""
-
-    @classmethod
-    def from_event(cls, event: Event) -> Moment:
-        """Return the moment of an event, with its reason in place of its message if it has one."""
-        return cls(event["time"], event["kind"], event.get("reason") or event["message"], event.get("role") or "")
 
 
 @dataclasses.dataclass
@@ -168,7 +169,7 @@ class RoleView:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """The timeline of a job: the first span is the job, and parents precede their children."""
+    """The timeline of a job, which is the first span."""
 
     spans: tuple[Span, ...]
     moments: tuple[Moment, ...] = ()
@@ -191,17 +192,16 @@ class Timeline:
     def last_ranks(self) -> list[Span]:
         """Return the ranks of each role's last attempt, by role and rank."""
         last: dict[tuple[str, int], Span] = {}
-        attempts = {span.role: at for at, span in enumerate(self.spans) if span.kind == "attempt"}
+        attempts = {span.role: span for span in self.spans_of("attempt")}
         for span in self.spans_of("rank"):
-            if span.parent == attempts[span.role]:
+            if span.parent is attempts[span.role]:
                 last[span.role, span.number] = span
         return [last[key] for key in sorted(last)]
 
     def attempt_folder(self, attempt: Span) -> str:
         """Return where each host has the files of an attempt, in the folder of its logs: ``run_2/attempt_0``."""
-        around = self.spans[attempt.parent or 0]
-        number = attempt.number - 1 if attempt.log_attempt is None else attempt.log_attempt
-        return (f"run_{around.number}/" if around.kind == "run" else "") + f"attempt_{number}"
+        around, number = attempt.parent, attempt.number - 1 if attempt.log_attempt is None else attempt.log_attempt
+        return (f"run_{around.number}/" if around is not None and around.kind == "run" else "") + f"attempt_{number}"
 
 
 def build(
@@ -232,12 +232,17 @@ def build(
             if event.get("role") in (None, role.name):
                 reader.read(event)
         views.append(reader.end())
-    moments = (
-        Moment(event["time"], event["kind"], event["message"], event.get("role") or "")
-        for event in ordered
-        if event["kind"] in _MOMENTS
-    )
-    return Timeline(tuple(spans), tuple(moments), tuple(views))
+    moments = tuple(_moment(event, event["message"]) for event in ordered if event["kind"] in _MOMENTS)
+    return Timeline(tuple(spans), moments, tuple(views))
+
+
+def _moment(event: Event, text: str) -> Moment:
+    return Moment(event["time"], event["kind"], one_line(text), event.get("role") or "")
+
+
+def _cause(event: Event) -> Moment:
+    """Return a moment with the event's reason, if it has one."""
+    return _moment(event, event.get("reason") or event["message"])
 
 
 def _as_they_happened(ordered: Sequence[Event]) -> Iterator[Event]:
@@ -288,19 +293,19 @@ class _RoleReader:
     """Read the events of one role, in the order of time, into spans and into a view."""
 
     def __init__(self, spans: list[Span], role: RoleSpec, phase: str) -> None:
-        job = spans[0]
         self._spans = spans
+        self._job = spans[0]
         self._role = role
         begins = _BEGINS if role.runs_hosts else _BEGINS_WITHOUT_HOSTS
         self._phase_after = {kind: phase for phase, kinds in begins.items() for kind in kinds}
-        self._end = job.end
-        self._top = self._add("role", role.name, job.start, parent=0)
-        self._view = RoleView(role.name, Span("phase", phase, job.start, job.end, self._top, role.name))
-        self._run: int | None = None
-        self._attempt: int | None = None
-        """The indexes of the present run and attempt, and the number of the last one of this start or run."""
+        self._top = self._add("role", role.name, self._job.start, self._job)
+        self._view = RoleView(role.name, self._span("phase", phase, self._job.start, self._top))
+        self._run: Span | None = None
+        self._attempt: Span | None = None
         self._number = 0
+        """The number of the last attempt of this start of the hosts, or of this run."""
         self._ranks: dict[int, Span] = {}
+        """The ranks of the present attempt whose ends are not known."""
         self._imports: set[tuple[int, float]] = set()
         self._failed: list[Event] = []
         """What has failed since the last start."""
@@ -311,14 +316,14 @@ class _RoleReader:
         if kind in _COUNTED_FROM:
             self._number = view.restarts = 0
         if kind == "run" and "run" in event:
-            self._run = self._add("run", event["message"], time, parent=self._top, number=event["run"])
+            self._run = self._add("run", event["message"], time, self._top, event["run"])
         elif kind == "rank_restart":
             self._number = event.get("attempt", self._number)
             if "max_restarts" in event:  # a restart on a spare host, in the place of a lost one, uses up none
                 view.restarts, view.max_restarts = view.restarts + 1, event["max_restarts"]
         self._change_phase(kind, time)
-        if kind == "run_end" and self._run is not None and self._spans[self._run].number == event.get("run"):
-            self._spans[self._run].end, self._spans[self._run].code = time, event.get("code")
+        if kind == "run_end" and self._run is not None and self._run.number == event.get("run"):
+            self._run.end, self._run.code = time, event.get("code")
             self._run = None
         elif kind == "ranks" and self._attempt is not None:
             self._add_ranks(event, self._attempt)
@@ -329,19 +334,21 @@ class _RoleReader:
 
     def end(self) -> RoleView:
         """Return what the role does after the last event."""
-        self._close_phase(self._end)
-        for span in self._spans[self._top :]:
-            if span.kind == "rank":
-                around = self._spans[span.parent or 0]
-                span.start, span.end = _clamped(around, span.start, span.end)
+        self._close_phase(self._job.end)
+        for span in self._spans:
+            if span.kind == "rank" and span.parent is not None:
+                span.start, span.end = _clamped(span.parent, span.start, span.end)
                 if span.grouped is not None and not span.start <= span.grouped <= span.end:
                     span.grouped = None
         return self._view
 
-    def _add(self, kind: str, name: str, start: float, *, parent: int, number: int = 0) -> int:
-        """Add a span that has not ended; return its index."""
-        self._spans.append(Span(kind, name, start, self._end, parent, self._role.name, number))
-        return len(self._spans) - 1
+    def _span(self, kind: str, name: str, start: float, parent: Span, number: int = 0) -> Span:
+        """Return a span of the role that has not ended."""
+        return Span(kind, name, start, self._job.end, parent, self._role.name, number)
+
+    def _add(self, kind: str, name: str, start: float, parent: Span, number: int = 0) -> Span:
+        self._spans.append(span := self._span(kind, name, start, parent, number))
+        return span
 
     # -- phases and attempts -------------------------------------------------------------------------------------------
 
@@ -358,37 +365,28 @@ class _RoleReader:
             or (kind == "first_start" and present.name != "queued")
             or (following == "stopping" and present.name in ("ready", "end"))
         )
-        if following not in (None, present.name) and not ignored:
-            self._begin_phase(following, time)
-
-    def _begin_phase(self, name: str, time: float) -> None:
+        if following in (None, present.name) or ignored:
+            return
         self._close_phase(time)
-        if name == "ranks":
+        if following == "ranks":
             self._number += 1
-            around = self._top if self._run is None else self._run
-            self._attempt = self._add("attempt", f"attempt {self._number}", time, parent=around, number=self._number)
-            self._view.attempt = self._spans[self._attempt]
-        elif name not in _OF_ATTEMPT:
+            name = f"attempt {self._number}"
+            self._attempt = self._view.attempt = self._add("attempt", name, time, self._run or self._top, self._number)
+        elif following not in _OF_ATTEMPT:
             self._attempt = None
-            if name != "end":
-                self._view.attempt = None
-        parent = self._top if self._attempt is None else self._attempt
-        self._view.phase = Span("phase", name, time, self._end, parent, self._role.name)
+            self._view.attempt = self._view.attempt if following == "end" else None
+        self._view.phase = self._span("phase", following, time, self._attempt or self._top)
 
     def _close_phase(self, time: float) -> None:
-        phase = self._view.phase
-        phase.end = time
-        if self._attempt is not None:
-            self._spans[self._attempt].end = time
-            for rank in self._ranks.values():
-                rank.end = time
-        if phase.start < time:
-            self._spans.append(phase)
+        for span in (self._view.phase, self._attempt, *(self._ranks.values() if self._attempt is not None else ())):
+            if span is not None:
+                span.end = time
+        if self._view.phase.seconds:
+            self._spans.append(self._view.phase)
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
-    def _add_ranks(self, event: Event, around: int) -> None:
-        attempt, time = self._spans[around], event["time"]
+    def _add_ranks(self, event: Event, attempt: Span) -> None:
         if "attempt" in event:
             self._number = attempt.number = event["attempt"] + 1
             attempt.name = f"attempt {attempt.number}"
@@ -399,20 +397,17 @@ class _RoleReader:
             self._view.unshared = self._view.unshared or host.unshared
             if len(host.imported) == 2 and (imported := (host.replica, host.imported[0])) not in self._imports:
                 self._imports.add(imported)
-                start, end = _clamped(self._spans[self._top], *host.imported)
-                span = Span("import", "import of torch", start, end, self._top, self._role.name, host.replica)
-                self._spans.append(dataclasses.replace(span, replica=host.replica))
+                span = self._add("import", "import of torch", 0.0, self._top, host.replica)
+                span.replica, (span.start, span.end) = host.replica, _clamped(self._top, *host.imported)
             for rank, pid in enumerate(host.pids, host.first_rank):
-                span = Span("rank", f"rank {rank}", time, self._end, around, self._role.name, rank, host.replica, pid)
-                self._ranks[rank] = span
-        self._spans += self._ranks.values()
+                span = self._add("rank", f"rank {rank}", event["time"], attempt, rank)
+                span.replica, span.pid, self._ranks[rank] = host.replica, pid, span
 
     def _end_ranks(self, event: Event) -> None:
         for rank_exit in _decoded(event.get("exits"), _Exit):
             if rank_exit.started > 0 and (span := self._ranks.pop(rank_exit.rank, None)) is not None:
-                span.start, span.end = rank_exit.started, rank_exit.ended
+                span.start, span.end, span.grouped = rank_exit.started, rank_exit.ended, rank_exit.grouped
                 span.code, span.secondary = rank_exit.code, rank_exit.secondary
-                span.grouped = rank_exit.grouped
 
     # -- the view ------------------------------------------------------------------------------------------------------
 
@@ -426,13 +421,13 @@ class _RoleReader:
             names = event.get("hosts")
             view.spares = [one_line(str(name)) for name in names] if isinstance(names, list) else []
         elif kind == "breakpoint":
-            view.breakpoints[event.get("rank")] = Moment.from_event(event)
+            view.breakpoints[event.get("rank")] = _cause(event)
         elif kind == "breakpoint_end":
             view.breakpoints.pop(event.get("rank"), None)
         if kind in ("ranks", "rank_restart", "run_end"):
             view.breakpoints.clear()
         if kind == "hang":
-            view.hang = Moment.from_event(event)
+            view.hang = _cause(event)
         elif kind in _HANG_ENDS and not (kind == "result" and event.get("stopped")):
             view.hang = None
 
@@ -442,11 +437,11 @@ class _RoleReader:
             self._failed = []
         elif kind in _RESTARTS:
             first = min(self._failed, key=lambda failure: _FAILURES.index(failure["kind"]), default=event)
-            self._view.failure = Moment.from_event(event if "reason" in event else first)
+            self._view.failure = _cause(event if "reason" in event else first)
         elif kind in _FAILURES and not event.get("stopped") and event.get("exit_code", event.get("code")) != 0:
             self._failed.append(event)
             if kind in ("failure", "preempted"):
-                self._view.failure = Moment.from_event(event)
+                self._view.failure = _cause(event)
 
 
 def _clamped(around: Span, start: float, end: float) -> tuple[float, float]:

@@ -28,14 +28,6 @@ from torchx_monarch.system.untrusted_text import one_line
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A failure that a job has noticed, in one line; its time is 0 if that is not known."""
-
-    time: float
-    message: str
-
-
-@dataclass(frozen=True)
 class RoleCommand:
     """A role, the number of its replicas, and its command as typed in a shell."""
 
@@ -94,11 +86,11 @@ class JobStatus:
     replicas: Sequence[ReplicaState] | None = None
     hosts: int | None = None
     spares: Sequence[str] = ()
-    excluded: Sequence[Failure] = ()
+    excluded: Sequence[Moment] = ()
     ranks: int | None = None
-    last_failure: Failure | None = None
-    hang: Failure | None = None
-    breakpoints: Sequence[Failure] = ()
+    last_failure: Moment | None = None
+    hang: Moment | None = None
+    breakpoints: Sequence[Moment] = ()
     last_output: float | None = None
     log_folder: str | None = None
     roles: Sequence[RoleCommand] = field(default_factory=tuple)
@@ -176,17 +168,11 @@ def build(
         ],
         hosts=_hosts(app, drawn),
         spares=() if status.state.is_terminal else [name for role in drawn.roles for name in role.spares],
-        excluded=[_failure(moment) for moment in drawn.moments if moment.kind == "excluded"],
+        excluded=[moment for moment in drawn.moments if moment.kind == "excluded"],
         ranks=_ranks(app, drawn, commands),
-        last_failure=max(
-            (_failure(role.failure) for role in drawn.roles if role.failure), key=lambda last: last.time, default=None
-        ),
-        hang=_failure(drawn.hang) if drawn.hang is not None and status.state is not State.SUCCEEDED else None,
-        breakpoints=[
-            _failure(moment)
-            for role in (() if status.state.is_terminal else drawn.roles)
-            for moment in role.breakpoints.values()
-        ],
+        last_failure=max((role.failure for role in drawn.roles if role.failure), key=lambda m: m.time, default=None),
+        hang=None if status.state is State.SUCCEEDED else drawn.hang,
+        breakpoints=[place for role in drawn.roles if ended is None for place in role.breakpoints.values()],
         log_folder=log_folder or None,
         roles=[
             RoleCommand(one_line(role.name), role.num_replicas, one_line(shlex.join([role.entrypoint, *role.args])))
@@ -194,10 +180,6 @@ def build(
         ],
         live=live,
     )
-
-
-def _failure(moment: Moment) -> Failure:
-    return Failure(moment.time, one_line(moment.text))
 
 
 def _started(app: AppSnapshot) -> float | None:
@@ -235,14 +217,13 @@ def in_one_line(status: JobStatus, now: float | None = None) -> str:
         parts.append(f"hang: {status.hang.message}")
     parts += [waiting.message for waiting in status.breakpoints[:1]]
     if status.last_failure is not None and not status.has_ended:
-        ago = f" {now - status.last_failure.time:.0f} s ago" if status.last_failure.time else ""
-        parts.append(f"last failure{ago}: {status.last_failure.message}")
+        parts.append(f"last failure {now - status.last_failure.time:.0f} s ago: {status.last_failure.message}")
     return "; ".join(filter(None, parts))
 
 
 def with_hang(message: str, drawn: Timeline) -> str:
     """Return why a job was ended, with the hang that its ranks were in."""
-    hang = f"hang: {one_line(drawn.hang.text)}" if drawn.hang is not None else ""
+    hang = f"hang: {drawn.hang.message}" if drawn.hang is not None else ""
     return "; ".join(filter(None, (message, hang)))
 
 
