@@ -71,7 +71,7 @@ def _polls_return_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def foreground_of(apps: Plain, kills: bool = False) -> Foreground:
     found: Any = apps
-    return Foreground(found, lambda *_: ([], 0), "plain", kills=kills)
+    return Foreground(found, "plain", kills=kills)
 
 
 def is_run(monkeypatch: pytest.MonkeyPatch, **options: bool) -> None:

@@ -47,8 +47,6 @@ PATIENCE = 3.0
 SAMPLE_PAUSE_S = 1.0
 """Seconds between the two first samples of ranks, of which rates follow."""
 
-_WITH_RANKS = (WorkloadKind.RANKS, WorkloadKind.SESSION)
-
 
 @dataclass(frozen=True)
 class JobFacts:
@@ -121,7 +119,7 @@ class JobReader:
 
     def _with_ranks(self, facts: JobFacts, pause: float) -> JobFacts:
         """Return the facts with what the ranks do, and with when one of them has printed something last."""
-        first = next((role.spec.name for role in facts.app.roles if role.spec.workload in _WITH_RANKS), "")
+        first = next((role.spec.name for role in facts.app.roles if role.spec.runs_hosts), "")
         if (role := self.role or first) and facts.status.phase != "queued":
             self._hosts = self._hosts or Hosts(self.handle, role, self.address)
             try:

@@ -116,10 +116,8 @@ def rank_table(ranks: Sequence[RankView], width: int, by_host: bool = False) -> 
         groups.setdefault(rank.host if by_host else (rank.rank, rank.pid), []).append(rank)
     columns = [at for at, name in enumerate(_HEAD) if name != "GPU" or any(rank.devices for rank in ranks)]
     rows = [_HEAD, *map(_cells, groups.values())]
-    texts = [
-        "LAST LINE",
-        *(next((rank.last_line for rank in group if rank.last_line), "") for group in groups.values()),
-    ]
+    texts = ["LAST LINE"]
+    texts += [next((rank.last_line for rank in group if rank.last_line), "") for group in groups.values()]
     widths = [max(len(row[at]) for row in rows) for at in range(len(_HEAD))]
 
     def line(row: Sequence[str], text: str) -> str:

@@ -22,9 +22,8 @@ _MARKS = ("failure", "hang")
 _TICKS = 4
 """Half the number of parts into which the axis may be divided: a phone has room for eight."""
 
-_STEPS = [step * unit for unit in (0.001, 0.01, 0.1, 1) for step in (1, 2, 5)] + [
-    *(10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
-]
+_STEPS = [step * unit for unit in (0.001, 0.01, 0.1, 1) for step in (1, 2, 5)]
+_STEPS += [10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400]
 
 
 def render(page: Mapping[str, object], job: Span) -> str:

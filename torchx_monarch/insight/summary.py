@@ -61,17 +61,11 @@ class Summary:
         """
         state = paint(self.state, _COLOURS.get(self.state, _OTHER_COLOUR)) if coloured else self.state
         took = "" if self.seconds is None else f" after {show_duration(self.seconds)}"
-        facts = [
-            *(
-                ("note" if self.state == "SUCCEEDED" else "cause", line)
-                for line in _wrapped(one_line(self.cause), width)
-            ),
-            ("raised", raised_at(self.traceback)),
-            ("log", one_line(self.log)),
-            ("ran", one_line(self.ran)),
-            *(("hint", line) for line in _wrapped(self.hint, width)),
-            *(("next", one_line(command)) for command in self.next),
-        ]
+        cause = "note" if self.state == "SUCCEEDED" else "cause"
+        facts = [(cause, line) for line in _wrapped(one_line(self.cause), width)]
+        facts += [("raised", raised_at(self.traceback)), ("log", one_line(self.log)), ("ran", one_line(self.ran))]
+        facts += [("hint", line) for line in _wrapped(self.hint, width)]
+        facts += [("next", one_line(command)) for command in self.next]
         shown, last = [f"{state}{took}: {one_line(self.subject)}"], ""
         for name, text in facts:
             if text:

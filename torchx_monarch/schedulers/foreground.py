@@ -22,7 +22,7 @@ from typing import Any
 
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.errors import BackendError
-from torchx_monarch.insight.events import Event
+from torchx_monarch.insight import events
 from torchx_monarch.schedulers import command
 from torchx_monarch.schedulers.description import summary_of
 from torchx_monarch.system.termination import closed_terminal_is_null, signal_of, termination
@@ -45,11 +45,8 @@ _REASONS: dict[int, str] = {
 class Foreground:
     """Watches the apps that a ``torchx run`` in this process has submitted."""
 
-    def __init__(
-        self, apps: Apps[Any], read_events: Callable[[str, int], tuple[list[Event], int]], scheduler: str, kills: bool
-    ) -> None:
+    def __init__(self, apps: Apps[Any], scheduler: str, kills: bool) -> None:
         self._apps = apps
-        self._read_events = read_events
         self._scheduler = scheduler
         self._kills = kills
         self._polls: dict[str, int] = {}
@@ -157,7 +154,9 @@ class Foreground:
                 summary_of(self._handle(app_id), *found, self._submitted[app_id], time.time()).write(sys.stderr)
 
     def _show(self, app_id: str) -> None:
-        found, self._offsets[app_id] = self._read_events(app_id, self._offsets.get(app_id, 0))
+        if (folder := self._apps.backend.folder(app_id)) is None:
+            return
+        found, self._offsets[app_id] = events.read(folder.events, self._offsets.get(app_id, 0), below=folder.trusted)
         for event in found:
             seconds = f" ({event['seconds']:.2f} s)" if event.get("seconds") is not None else ""
             with closed_terminal_is_null():

@@ -33,7 +33,6 @@ from torchx_monarch.command.allocation_spec import AllocationSpec
 from torchx_monarch.command.command import CommandError
 from torchx_monarch.command.rank_command import names_torchrun, rank_command
 from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
-from torchx_monarch.insight import events
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.host_spec import HostSpec, parse_exit_codes, parse_ports, wrong_values
 from torchx_monarch.model.role_spec import RoleMetadataError
@@ -108,7 +107,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         self.inner = inner
         self.apps: Apps[Any] = Apps(inner, name)
         self._python = python
-        self._foreground = Foreground(self.apps, self.read_events, name, inner.capabilities.kills)
+        self._foreground = Foreground(self.apps, name, inner.capabilities.kills)
 
     # -- options -------------------------------------------------------------------------------------------------------
 
@@ -250,11 +249,6 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             if found[1].state.is_terminal:
                 return shorten(response, found[1])
         return response
-
-    def read_events(self, app_id: str, offset: int = 0) -> tuple[list[events.Event], int]:
-        """Return the events of an app, as ``events.read`` does; none if this machine does not have them."""
-        folder = self.inner.folder(app_id)
-        return events.read(folder.events, offset, below=folder.trusted) if folder is not None else ([], 0)
 
     def exists(self, app_id: str) -> bool:
         return self.apps.read(app_id, brief=True) is not None
