@@ -85,7 +85,7 @@ def test_ranks_run_in_the_environment_that_the_command_means(apps: Detached, env
 def test_a_torchrun_whose_environment_is_not_known_is_refused(apps: Detached, environment: Path) -> None:
     for name, why in (
         ("no", "cannot read {}: No such file"),
-        ("unknown", "{} is no Python script, so its interpreter"),
+        ("unknown", "the Python interpreter of {} is not known"),
     ):
         torchrun = f"{environment}/{name}/torchrun"
         app_id = apps.run(role("r", [torchrun, "p.py"]), preload="none")

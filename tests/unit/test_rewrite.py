@@ -176,7 +176,6 @@ command -v torchrun
 perf report torchrun
 conda install torchrun
 uv run -m torch.distributed.run a.py
-taskset -p torchrun
 sudo torchrun a.py
 launch torchrun a.py
 env -u torchrun

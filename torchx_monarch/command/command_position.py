@@ -23,12 +23,11 @@ from torchx_monarch.command.torchrun_options import UNEXPANDED
 class _Runner:
     """A program that executes the command among its arguments.
 
-    The options are letters of short ones and names of long ones, separated by spaces. An option of neither ``values``
-    nor ``switches`` is a switch; if ``switches`` has any, it has a value.
+    The options are letters of short ones and names of long ones, separated by spaces.
 
     Attributes:
-        values: options with a value.
-        switches: options without a value.
+        values: options with a value. The others are switches.
+        switches: for a program most of whose options have a value: those without one. The others have a value.
         operands: number of words between the options and the command, such as the duration of ``timeout``.
         verbs: words of which one comes before the command, such as ``run`` in ``conda run``.
         idle: options with which it executes no command.
@@ -83,43 +82,38 @@ class _Runner:
 
 
 _SCRIPT = _Runner(sets_path=True)
-_CONDA = _Runner("n name p prefix cwd r root-prefix a attach", verbs=("run",), sets_path=True)
 
 _RUNNERS: Mapping[str, _Runner] = {
-    "catchsegv": _Runner(),
-    "chrt": _Runner("T sched-runtime P sched-period D sched-deadline", operands=1, idle="p pid m max"),
+    **dict.fromkeys(("catchsegv", "nohup", "setsid"), _Runner()),
+    **dict.fromkeys(
+        ("conda", "mamba", "micromamba"),
+        _Runner("n name p prefix cwd r root-prefix a attach", verbs=("run",), sets_path=True),
+    ),
+    "chrt": _Runner("T sched-runtime P sched-period D sched-deadline", operands=1),
     "command": _Runner(idle="v V"),
-    "conda": _CONDA,
     "env": _Runner("u unset C chdir", clears="i ignore-environment"),
     "exec": _Runner("a", clears="c", renames="a"),
-    "ionice": _Runner("c class n classdata", idle="p pid P pgid u uid"),
-    "mamba": _CONDA,
-    "micromamba": _CONDA,
+    "ionice": _Runner("c class n classdata"),
     "ncu": _Runner(switches="f force-overwrite nvtx call-stack csv quiet verbose disable-extra-suffixes"),
     "nice": _Runner("n adjustment"),
-    "nohup": _Runner(),
     "nsys": _Runner(switches="h help", verbs=("profile",)),
     "numactl": _Runner(
-        "i interleave p preferred P preferred-many w weighted-interleave m membind N cpunodebind C physcpubind",
-        idle="s show H hardware",
+        "i interleave p preferred P preferred-many w weighted-interleave m membind N cpunodebind C physcpubind"
     ),
     "perf": _Runner(
-        "e event o output r repeat x field-separator I interval-print C cpu D delay G cgroup F freq c count m "
-        "mmap-pages call-graph j branch-filter k clockid",
+        "e event o output r repeat I interval-print C cpu D delay G cgroup F freq c count m mmap-pages call-graph",
         verbs=("stat", "record"),
-        idle="p pid t tid",
     ),
     "pixi": _Runner("e environment manifest-path", verbs=("run",), sets_path=True),
     "poetry": _Runner("C directory P project", verbs=("run",), sets_path=True),
-    "setsid": _Runner(),
     "srun": _Runner(
         switches="E H I K O Q X Z k l s u v contiguous disable-status exact exclusive hold immediate kill-on-bad-exit "
         "label no-allocate no-kill overcommit overlap oversubscribe preserve-env pty quiet reboot spread-job "
         "unbuffered use-min-nodes verbose"
     ),
     "stdbuf": _Runner("i input o output e error"),
-    "strace": _Runner("a b e I o O P s S u U X trace output string-limit user env", idle="p attach"),
-    "taskset": _Runner(operands=1, idle="p pid"),
+    "strace": _Runner("a b e I o O P s S u U X trace output string-limit user env"),
+    "taskset": _Runner(operands=1),
     "time": _Runner("f format o output"),
     "timeout": _Runner("k kill-after s signal", operands=1),
     "uv": _Runner(

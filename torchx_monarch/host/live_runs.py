@@ -27,8 +27,7 @@ from torchx_monarch.controller.run_queue import VALUES_TIMEOUT, RunQueue
 from torchx_monarch.function import MAX_VALUE_BYTES, VALUE
 from torchx_monarch.host.code_distribution import HostCode, probe
 from torchx_monarch.host.host import Host
-from torchx_monarch.host.ranks.interpreter import with_interpreter
-from torchx_monarch.host.ranks.run_spec import RunSpec
+from torchx_monarch.host.ranks.run_spec import RunSpec, with_interpreter
 from torchx_monarch.host.workload import Workload, check_script, log_folder
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.run_request import RunRequest

@@ -30,11 +30,10 @@ from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.preflight import take_facts
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
-from torchx_monarch.host.ranks.interpreter import with_interpreter
 from torchx_monarch.host.ranks.rank_output import RankLogs
 from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.host.ranks.rank_starter import RankStarter
-from torchx_monarch.host.ranks.run_spec import RunSpec, env_number
+from torchx_monarch.host.ranks.run_spec import RunSpec, env_number, with_interpreter
 from torchx_monarch.host.ranks.timers import ENABLED, FILE
 from torchx_monarch.host.ranks.zygote import Zygotes
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess

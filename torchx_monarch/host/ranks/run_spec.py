@@ -18,6 +18,7 @@ from torchx_monarch.command.command import Command, CommandError, TorchrunOption
 from torchx_monarch.host.ranks.leading_statements import Statement, leading_statements, program_folder
 from torchx_monarch.host.ranks.preloaded_modules import is_read_at_import
 from torchx_monarch.model.env_names import is_for_hosts, keep_monarch_log_private
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.world import World
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -147,6 +148,47 @@ class RunSpec:
 
 def _is_relative(python: str) -> bool:
     return os.sep in python and not os.path.isabs(python)
+
+
+def with_interpreter(command: Command, spec: HostSpec, environ: Mapping[str, str], cwd: str) -> Command:
+    """Return a command with the interpreter that its torchrun or Python means on this host.
+
+    A torchrun with a folder means the interpreter of its first line.
+
+    Raises:
+        CommandError: the interpreter of torchrun is not known.
+    """
+    path = environ.get("PATH")
+    typed = command.interpreter[0] if command.interpreter else command.torchrun
+    found = typed if os.sep in typed else shutil.which(typed, path=path) if spec.interpreter == "path" else None
+    if not found:
+        return command
+    found = os.path.join(cwd, found)
+    python = found if command.interpreter else _python_of_torchrun(found, path)
+    if _environment(python) == _environment(sys.executable):
+        return command
+    return dataclasses.replace(command, interpreter=(python, *command.interpreter[1:]))
+
+
+def _python_of_torchrun(torchrun: str, path: str | None) -> str:
+    try:
+        with open(torchrun, errors="replace") as file:
+            first_line = file.readline(4096)
+    except OSError as error:
+        raise CommandError(f"cannot read {torchrun}: {error.strerror}") from None
+    words = first_line.removeprefix("#!").split() if first_line.startswith("#!") else []
+    named = [word for word in words if os.path.basename(word).startswith("python")]  # also after /usr/bin/env
+    # Tools that switch between environments, and pip where a path is long, make scripts of a shell.
+    beside = os.path.join(os.path.dirname(torchrun), "python")
+    if python := shutil.which(named[0] if named else beside, path=path):
+        return python
+    raise CommandError(
+        f"the Python interpreter of {torchrun} is not known; write `PYTHON -m torch.distributed.run` with its path"
+    )
+
+
+def _environment(python: str) -> tuple[str, str]:
+    return os.path.realpath(os.path.dirname(python)), os.path.realpath(python)
 
 
 def env_number(environ: Mapping[str, str], variable: str, default: float) -> float:

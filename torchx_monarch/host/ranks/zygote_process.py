@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torchx_monarch.command.command import CommandError, parse
-from torchx_monarch.host.ranks.interpreter import with_interpreter
-from torchx_monarch.host.ranks.run_spec import RunSpec
+from torchx_monarch.host.ranks.run_spec import RunSpec, with_interpreter
 from torchx_monarch.model.host_spec import HostSpec
 
 _ZYGOTE_MAIN = str(Path(__file__).with_name("zygote_main.py"))
