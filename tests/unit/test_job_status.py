@@ -21,7 +21,7 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaS
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.cli import jobs, ls
 from torchx_monarch.cli import status as status_command
-from torchx_monarch.cli.status import facts, of_roles, render
+from torchx_monarch.cli.status import facts, only_roles, render
 from torchx_monarch.insight import events
 from torchx_monarch.insight.timeline import Moment
 from torchx_monarch.insight.timeline import build as build_timeline
@@ -126,10 +126,12 @@ def test_replicas_are_listed_and_many_that_are_alike_share_a_line() -> None:
         "train/5 RUNNING, 1 restart on n5",
         "eval/0 PENDING",
     ]
-    assert [text for title, text in facts(of_roles(status, ["eval"]), NOW) if title == "replicas"] == ["eval/0 PENDING"]
-    assert of_roles(status, []) is status
+    assert [text for title, text in facts(only_roles(status, ["eval"]), NOW) if title == "replicas"] == [
+        "eval/0 PENDING"
+    ]
+    assert only_roles(status, []) is status
     with pytest.raises(UserError, match=r"has no role 'evil'; its roles are eval, train"):
-        of_roles(status, ["eval", "evil"])
+        only_roles(status, ["eval", "evil"])
 
 
 def test_a_failure_and_a_restart() -> None:

@@ -100,13 +100,13 @@ class JobReader:
         is_running, now = decided.state is State.RUNNING, time.time()
         if is_running and not app.events:
             app = replace(app, events=self._ask_events(app))
-        drawn, live = job_status.timeline_of(app, decided, now), self._ask_live(app) if is_running else None
+        timeline, live = job_status.timeline_of(app, decided, now), self._ask_live(app) if is_running else None
         status = job_status.build(
-            self.handle, app, decided, now=now, drawn=drawn, log_folder=log_folder(app), live=live
+            self.handle, app, decided, now=now, timeline=timeline, log_folder=log_folder(app), live=live
         )
         if status.has_ended:
             status = replace(status, summary=summary_of(self.handle, app, decided, status.submitted or 0.0, now))
-        facts = JobFacts(app, status, drawn)
+        facts = JobFacts(app, status, timeline)
         return facts if sample_pause is None or not is_running else self._with_ranks(facts, sample_pause)
 
     def watch(self, interval: float, sample_pause: float) -> Iterator[JobFacts]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from torchx_monarch.cli.handles import used_schedulers
 from torchx_monarch.cli.jobs import opened
 from torchx_monarch.cli.output import add_json, print_json, print_table
-from torchx_monarch.cli.status import size_of
+from torchx_monarch.cli.status import shape_of
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.log_lines import is_terminal
 from torchx_monarch.insight.summary import show_duration
@@ -89,7 +89,7 @@ def _print(jobs: Sequence[JobStatus]) -> None:
         "AGE": ["" if job.submitted is None else show_duration(now - job.submitted) for job in jobs],
         "TIME": ["" if job.elapsed is None else show_duration(job.elapsed) for job in jobs],
         "CODE": ["" if job.exit_code is None else str(job.exit_code) for job in jobs],
-        "HOSTS": [size_of(job) for job in jobs],
+        "HOSTS": [shape_of(job) for job in jobs],
         "SCHEDULER": [scheduler for scheduler, _, _ in places],
     }
     if all(job.name in app_id for job, (_, _, app_id) in zip(jobs, places, strict=True)):

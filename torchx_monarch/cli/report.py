@@ -55,17 +55,17 @@ def run(args: argparse.Namespace) -> None:
         )
 
 
-def _times(drawn: Timeline, role: str) -> dict[str, dict[str, float]]:
-    phases = {share.phase: share.seconds for share in shares(drawn, role)}
-    return {"phases": phases, "lost": lost_seconds(drawn, role)}
+def _times(timeline: Timeline, role: str) -> dict[str, dict[str, float]]:
+    phases = {share.phase: share.seconds for share in shares(timeline, role)}
+    return {"phases": phases, "lost": lost_seconds(timeline, role)}
 
 
 def page_of(job: JobFacts) -> str:
     """Return the page about a job."""
-    status, drawn, ended = job.status, job.timeline, job.status.summary
+    status, timeline, ended = job.status, job.timeline, job.status.summary
     cause = ended.cause if ended is not None else status.message or PHASES.get(status.phase or "", "")
     hang = f"hang: {status.hang.message}" if status.hang is not None else ""
-    ranks, unshown = drawn.last_ranks(), ("output", "result", "ended")
+    ranks, unshown = timeline.last_ranks(), ("output", "result", "ended")
     page = {
         "name": one_line(status.name),
         "handle": one_line(status.handle),
@@ -75,20 +75,20 @@ def page_of(job: JobFacts) -> str:
         "traceback": printable(ended.traceback) if ended is not None else "",
         "log": one_line(ended.log) if ended is not None and ended.log != status.log_folder else "",
         "facts": _facts(status),
-        "rows": rows_of(drawn),
-        "ticks": ticks(drawn.job.seconds),
+        "rows": rows_of(timeline),
+        "ticks": ticks(timeline.job.seconds),
         "roles": [
-            {"name": span.name, "lost": _lost(drawn, span.name), "shares": shares(drawn, span.name)}
-            for span in drawn.spans_of("role")
+            {"name": span.name, "lost": _lost(timeline, span.name), "shares": shares(timeline, span.name)}
+            for span in timeline.spans_of("role")
         ],
-        "runs": drawn.spans_of("run")[-200:],
-        "moments": [moment for moment in drawn.moments if moment.kind not in unshown][-500:],
+        "runs": timeline.spans_of("run")[-200:],
+        "moments": [moment for moment in timeline.moments if moment.kind not in unshown][-500:],
         "ranks": ranks[:_MAX_RANKS],
         "ranks_left_out": max(0, len(ranks) - _MAX_RANKS),
-        "stacks": read_stacks(status.log_folder, drawn),
+        "stacks": read_stacks(status.log_folder, timeline),
         "written": _date(time.time()),
     }
-    return render(page, drawn.job)
+    return render(page, timeline.job)
 
 
 def _facts(status: JobStatus) -> list[tuple[str, str]]:
@@ -99,17 +99,17 @@ def _facts(status: JobStatus) -> list[tuple[str, str]]:
     return found + [fact for fact in stated if not fact[0].startswith("command")]
 
 
-def _lost(drawn: Timeline, role: str) -> str:
-    lost = {cause: seconds for cause, seconds in lost_seconds(drawn, role).items() if seconds >= 0.05}
+def _lost(timeline: Timeline, role: str) -> str:
+    lost = {cause: seconds for cause, seconds in lost_seconds(timeline, role).items() if seconds >= 0.05}
     total = sum(lost.values())
-    if unknown := sum(span.seconds for span in drawn.spans_of("phase", role) if span.name == "unknown"):
+    if unknown := sum(span.seconds for span in timeline.spans_of("phase", role) if span.name == "unknown"):
         return f"What happened during {show_duration(unknown)} is not known: this machine does not see those events."
     if not total:
         return "No time was lost."
     # The time after a failure is lost also if nothing starts again, and the job ends.
     named = {"restart": "after failures"}
     parts = ", ".join(f"{named.get(cause, cause)} {show_duration(seconds)}" for cause, seconds in lost.items())
-    return f"Lost: {show_duration(total)} of {show_duration(drawn.job.seconds)} ({parts})."
+    return f"Lost: {show_duration(total)} of {show_duration(timeline.job.seconds)} ({parts})."
 
 
 def read_stacks(folder: str | None, timeline: Timeline) -> list[tuple[str, str]]:

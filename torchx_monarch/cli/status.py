@@ -44,13 +44,13 @@ def run(args: argparse.Namespace) -> None:
     names = [name.strip() for name in args.roles.split(",") if name.strip()]
     with opened_job(args.handle, address=args.address, timeout=PATIENCE) as job:
         if args.watch:
-            watch((of_roles(facts.status, names) for facts in job.watch(_INTERVAL_S, SAMPLE_PAUSE_S)), args.json)
+            watch((only_roles(facts.status, names) for facts in job.watch(_INTERVAL_S, SAMPLE_PAUSE_S)), args.json)
             return
-        status = of_roles(job.read(SAMPLE_PAUSE_S).status, names)
+        status = only_roles(job.read(SAMPLE_PAUSE_S).status, names)
     print_json(status.to_json()) if args.json else print(render(status))
 
 
-def of_roles(status: JobStatus, names: Sequence[str]) -> JobStatus:
+def only_roles(status: JobStatus, names: Sequence[str]) -> JobStatus:
     """Return a status with the roles and replicas of these names alone; with all of them for no name."""
     known = {replica.role for replica in status.replicas or ()}
     if unknown := [name for name in names if name not in known]:
@@ -105,7 +105,7 @@ class CmdWait:
 
 # -- as text -----------------------------------------------------------------------------------------------------------
 
-_RUNS = 5
+_MAX_RUNS = 5
 """Runs of a live allocation that are shown."""
 
 _MIN_LATE_S = 0.001
@@ -114,7 +114,7 @@ _MIN_LATE_S = 0.001
 _MIN_HANG_S = 5.0
 """Time for which others wait for a rank until it is named instead of the one that is late."""
 
-_MAX_ODD = 3
+_MAX_NOT_RUNNING = 3
 """Ranks that do not run whose state is shown."""
 
 _MAX_BREAKPOINTS = 4
@@ -157,20 +157,20 @@ def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
         ("raised", raised_at(ended.traceback) if ended is not None else ""),
         ("log", one_line(ended.log) if ended is not None and ended.log != status.log_folder else ""),
         ("phase", PHASES.get(status.phase or "", "")),
-        ("exit code", _text(status.exit_code)),
+        ("exit code", _show_number(status.exit_code)),
         ("attempt", _attempt(status)),
-        ("restarts", _text(status.restarts or None)),
+        ("restarts", _show_number(status.restarts or None)),
     ]
     found += [("replicas", line) for line in _replicas(status.replicas or ())]
-    found += [("hosts", size_of(status, " (world size {})")), ("spares", one_line(", ".join(status.spares)))]
+    found += [("hosts", shape_of(status, " (world size {})")), ("spares", one_line(", ".join(status.spares)))]
     found += [("excluded", exclusion.message) for exclusion in status.excluded]
-    found += [("last failure", _ago(failure, now)), ("hang", _ago(status.hang, now))]
-    found += [("breakpoint", _ago(waiting, now)) for waiting in status.breakpoints[:_MAX_BREAKPOINTS]]
+    found += [("last failure", _with_age(failure, now)), ("hang", _with_age(status.hang, now))]
+    found += [("breakpoint", _with_age(waiting, now)) for waiting in status.breakpoints[:_MAX_BREAKPOINTS]]
     found += [
         ("last output", f"{show_duration(now - status.last_output)} ago" if status.last_output else ""),
         ("progress", _progress(activity)),
         ("collectives", _collectives(activity)),
-        ("each rank", _use(activity)),
+        ("each rank", _resource_use(activity)),
         *live,
         ("logs", one_line(status.log_folder or "")),
     ]
@@ -197,7 +197,7 @@ def _replicas(replicas: Sequence[ReplicaState]) -> Iterator[str]:
             )
 
 
-def _text(number: int | None) -> str:
+def _show_number(number: int | None) -> str:
     return "" if number is None else str(number)
 
 
@@ -206,7 +206,7 @@ def _attempt(status: JobStatus) -> str:
     return "" if status.attempt is None else f"{status.attempt}{allowed}"
 
 
-def _ago(moment: Moment | None, now: float) -> str:
+def _with_age(moment: Moment | None, now: float) -> str:
     return "" if moment is None else f"{show_duration(now - moment.time)} ago: {moment.message}"
 
 
@@ -216,26 +216,26 @@ def _collectives(ranks: Sequence[RankView]) -> str:
     late, last = max(((rank.late_by or 0.0, rank.rank) for rank in ranks), default=(0.0, 0))
     text = ""
     if awaited >= _MIN_HANG_S:  # what was called before does not tell who is late now
-        text = f"; others wait for rank {missing}, for {_short(awaited)}"
+        text = f"; others wait for rank {missing}, for {_show_lateness(awaited)}"
     elif late >= _MIN_LATE_S:
-        text = f"; rank {last} calls them last, {_short(late)} after the first"
-    return f"{_range(rates, '{:.1f}')} a second{text}" if rates else ""
+        text = f"; rank {last} calls them last, {_show_lateness(late)} after the first"
+    return f"{_from_to(rates, '{:.1f}')} a second{text}" if rates else ""
 
 
-def _use(ranks: Sequence[RankView]) -> str:
+def _resource_use(ranks: Sequence[RankView]) -> str:
     running = [rank for rank in ranks if rank.state != "ended"]
     if not running:
         return ""
     cpus = [rank.cpu for rank in running if rank.cpu is not None]
     busy = [device.busy * 100 for rank in running for device in rank.devices]
     parts = [
-        f"CPU {_range(cpus, '{:.2f}')} cores" if cpus else "",
-        f"memory {_range([rank.rss_bytes / (1 << 30) for rank in running], '{:.2f}')} GiB",
-        f"GPU {_range(busy, '{:.0f}')} %" if busy else "",
+        f"CPU {_from_to(cpus, '{:.2f}')} cores" if cpus else "",
+        f"memory {_from_to([rank.rss_bytes / (1 << 30) for rank in running], '{:.2f}')} GiB",
+        f"GPU {_from_to(busy, '{:.0f}')} %" if busy else "",
     ]
-    odd = [f"rank {rank.rank} is {rank.state}" for rank in running if rank.state != "running"]
-    more = ["…"] if len(odd) > _MAX_ODD else []
-    return "; ".join([", ".join(filter(None, parts)), *odd[:_MAX_ODD], *more])
+    not_running = [f"rank {rank.rank} is {rank.state}" for rank in running if rank.state != "running"]
+    more = ["…"] if len(not_running) > _MAX_NOT_RUNNING else []
+    return "; ".join([", ".join(filter(None, parts)), *not_running[:_MAX_NOT_RUNNING], *more])
 
 
 def _progress(ranks: Sequence[RankView]) -> str:
@@ -252,12 +252,12 @@ def _progress(ranks: Sequence[RankView]) -> str:
     return one_line(", ".join(parts), 200)
 
 
-def _range(values: Sequence[float], form: str) -> str:
+def _from_to(values: Sequence[float], form: str) -> str:
     """Return ``0.90`` or ``0.90-1.02``."""
     return "-".join(dict.fromkeys(form.format(value) for value in (min(values), max(values))))
 
 
-def _short(seconds: float) -> str:
+def _show_lateness(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
@@ -268,7 +268,7 @@ def _live(live: LiveState, now: float) -> Iterator[tuple[str, str]]:
     if live.queued:
         runs += f", {live.queued} queued"
     yield "runs", runs
-    for run in live.last_runs[-_RUNS:]:
+    for run in live.last_runs[-_MAX_RUNS:]:
         code = f" with code {run['exit_code']}" if run["exit_code"] else ""
         took = show_duration((run["ended"] or now) - run["started"]) if run["started"] else ""
         time_of = f" {'after' if run['ended'] else 'for'} {took}" if took else ""
@@ -279,10 +279,10 @@ def _live(live: LiveState, now: float) -> Iterator[tuple[str, str]]:
         yield "idle", f"{show_duration(live.idle)}{limit}"
 
 
-def size_of(status: JobStatus, world: str = "") -> str:
+def shape_of(status: JobStatus, world: str = "") -> str:
     """Return the number of hosts, and of ranks on each: ``2x4``, and ``world`` with that of all ranks in its ``{}``."""
     if status.hosts is None or status.ranks is None:
-        return _text(status.hosts)
+        return _show_number(status.hosts)
     several = f"{status.hosts} with {status.ranks} ranks"
     size = several if status.ranks % status.hosts else f"{status.hosts}x{status.ranks // status.hosts}"
     return size + world.format(status.ranks)

@@ -45,15 +45,15 @@ def describe(app: AppSnapshot, status: AppStatus) -> DescribeAppResponse:
         state=AppState[status.state.value],
         num_restarts=count_restarts(app),
         msg=_message(app, status) or NONE,
-        structured_error_msg=_error(status.error),
+        structured_error_msg=_printable_error(status.error),
         ui_url=app.ui_url or None,
         metadata=written.metadata,
-        roles_statuses=[_role(role, status) for role in app.roles],
-        roles=_roles(written, app),
+        roles_statuses=[_role_status(role, status) for role in app.roles],
+        roles=_roles_with_spares(written, app),
     )
 
 
-def _roles(written: AppDef, app: AppSnapshot) -> list[Role]:
+def _roles_with_spares(written: AppDef, app: AppSnapshot) -> list[Role]:
     """Return the roles with their spare hosts as replicas: TorchX reads the logs of as many replicas as a role has."""
     spares = {role.spec.name: role.spec.spares for role in app.roles}
     return [
@@ -82,43 +82,43 @@ def _message(app: AppSnapshot, status: AppStatus) -> str:
     return in_one_line(build("", app, status))
 
 
-def summarize(app: AppSnapshot, status: AppStatus) -> ListAppResponse:
+def list_entry(app: AppSnapshot, status: AppStatus) -> ListAppResponse:
     """Return TorchX's entry for an app in a list."""
     return ListAppResponse(app.app_id, AppState[status.state.value], name=one_line(app.name))
 
 
-def _role(role: RoleSnapshot, status: AppStatus) -> RoleStatus:
-    return RoleStatus(one_line(role.spec.name), [_replica(replica, status) for replica in role.replicas])
+def _role_status(role: RoleSnapshot, status: AppStatus) -> RoleStatus:
+    return RoleStatus(one_line(role.spec.name), [_replica_status(replica, status) for replica in role.replicas])
 
 
-def _replica(replica: ReplicaSnapshot, status: AppStatus) -> ReplicaStatus:
+def _replica_status(replica: ReplicaSnapshot, status: AppStatus) -> ReplicaStatus:
     return ReplicaStatus(
         id=replica.id,
         state=AppState[status.shown(replica).value],
         role=one_line(replica.role),
         hostname=one_line(replica.hostname),
         hostaddr=one_line(replica.address) or NONE,
-        structured_error_msg=_error(replica.error),
+        structured_error_msg=_printable_error(replica.error),
     )
 
 
-def _error(text: str) -> str:
+def _printable_error(text: str) -> str:
     """Return an error file with printable texts; NONE for text that TorchX could not parse as JSON."""
     if not text:
         return str(NONE)
     try:
-        return json.dumps(_texts(parse_json(text)))
+        return json.dumps(_printable_texts(parse_json(text)))
     except (ValueError, RecursionError):
         return str(NONE)
 
 
-def _texts(value: Any) -> Any:
+def _printable_texts(value: Any) -> Any:
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
-        return [_texts(nested) for nested in value]
+        return [_printable_texts(nested) for nested in value]
     if isinstance(value, dict):
-        return {one_line(name): _texts(nested) for name, nested in value.items()}
+        return {one_line(name): _printable_texts(nested) for name, nested in value.items()}
     return value
 
 
@@ -135,16 +135,16 @@ def summary_of(
         submitted: when it was submitted, in seconds since the epoch.
         now: the time, in seconds since the epoch. It counts as the end of an app whose replicas do not tell theirs.
     """
-    ended, drawn = max((replica.ended for replica in app.replicas), default=0.0), timeline_of(app, status, now)
+    ended, timeline = max((replica.ended for replica in app.replicas), default=0.0), timeline_of(app, status, now)
     facts, result = show_restarts(count_restarts(app)), HostResult.from_text(status.error)
     summary = Summary(
         status.state.value,
         handle,
         (ended if submitted <= ended <= now else now) - submitted,
-        cause=with_hang(status.message, drawn) if status.state is State.CANCELLED else status.message,
-        log=_folder(app),
-        ran=f"{_shape(app)}, {facts}" if app.roles else facts,
-        hint=_hint(drawn) if status.state is State.SUCCEEDED else "",
+        cause=with_hang(status.message, timeline) if status.state is State.CANCELLED else status.message,
+        log=_log_place(app),
+        ran=f"{_describe_shape(app)}, {facts}" if app.roles else facts,
+        hint=_start_hint(timeline) if status.state is State.SUCCEEDED else "",
         next=(f"torchx log {handle}", f"torchx monarch report {handle} -o job.html"),
     )
     if status.state is not State.FAILED:
@@ -162,11 +162,11 @@ def summary_of(
     )
 
 
-def _hint(drawn: Timeline) -> str:
+def _start_hint(timeline: Timeline) -> str:
     """Return what would start the ranks of a job sooner that took some time to their first process group."""
-    if (seconds := seconds_to_group(drawn)) < _SLOW_START:
+    if (seconds := seconds_to_group(timeline)) < _SLOW_START:
         return ""
-    unshared = next((role.unshared for role in drawn.roles if role.unshared), "")
+    unshared = next((role.unshared for role in timeline.roles if role.unshared), "")
     shared = (
         f"the first import that they do not share: {one_line(unshared)}"
         if unshared
@@ -176,7 +176,7 @@ def _hint(drawn: Timeline) -> str:
     return f"ranks took {seconds:.1f} s or more until their process group had formed; {shared}"
 
 
-def _shape(app: AppSnapshot) -> str:
+def _describe_shape(app: AppSnapshot) -> str:
     written = {role.name: role for role in app.app.roles} if app.app is not None else {}
     shapes = []
     for role in app.roles[:_ROLES_SHOWN]:
@@ -200,6 +200,6 @@ def log_folder(app: AppSnapshot) -> str:
     return local_path(unquote(url.path) + "/logs") if url.scheme == "file" else ""
 
 
-def _folder(app: AppSnapshot) -> str:
+def _log_place(app: AppSnapshot) -> str:
     """Return the folder of an app's logs, if it is on this machine; else where a browser shows the app."""
     return app.ui_url if urlsplit(app.ui_url).scheme != "file" else log_folder(app)

@@ -17,10 +17,10 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import AppStatus, count_restarts, root_cause
 from torchx_monarch.command.command import Command
 from torchx_monarch.command.rank_command import rank_command
-from torchx_monarch.insight import timeline
 from torchx_monarch.insight.rank_sample import RankView
 from torchx_monarch.insight.summary import Summary
 from torchx_monarch.insight.timeline import PHASES, Moment, RoleView, Timeline
+from torchx_monarch.insight.timeline import build as build_timeline
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import shell_code
 from torchx_monarch.model.state import State
@@ -115,7 +115,7 @@ def timeline_of(app: AppSnapshot, status: AppStatus, now: float) -> Timeline:
     started = _started(app) or 0.0
     end = (_ended(app, status) if status.state.is_terminal else None) or now
     specs = [role.spec for role in app.roles]
-    return timeline.build(app.events, specs, start=app.created or started, started=started, end=end)
+    return build_timeline(app.events, specs, start=app.created or started, started=started, end=end)
 
 
 def build(
@@ -124,22 +124,22 @@ def build(
     status: AppStatus,
     *,
     now: float | None = None,
-    drawn: Timeline | None = None,
+    timeline: Timeline | None = None,
     log_folder: str = "",
     live: LiveState | None = None,
 ) -> JobStatus:
     """Derive the status of a job from what its backend and its hosts tell.
 
     Args:
-        drawn: its timeline; None for that of the app's events.
+        timeline: its timeline; None for that of the app's events.
     """
     now = time.time() if now is None else now
-    drawn = timeline_of(app, status, now) if drawn is None else drawn
+    timeline = timeline_of(app, status, now) if timeline is None else timeline
     roles = app.app.roles if app.app is not None else []
     commands = {role.name: rank_command(role) for role in roles}
     ended, started = _ended(app, status) if status.state.is_terminal else None, _started(app)
     since = started or app.created or None
-    shown = _shown_role(drawn, app)
+    shown = _present_role(timeline, app)
     attempt = shown.attempt if shown is not None else None
     return JobStatus(
         handle=handle,
@@ -166,13 +166,13 @@ def build(
             )
             for replica in app.replicas
         ],
-        hosts=_hosts(app, drawn),
-        spares=() if status.state.is_terminal else [name for role in drawn.roles for name in role.spares],
-        excluded=[moment for moment in drawn.moments if moment.kind == "excluded"],
-        ranks=_ranks(app, drawn, commands),
-        last_failure=max((role.failure for role in drawn.roles if role.failure), key=lambda m: m.time, default=None),
-        hang=None if status.state is State.SUCCEEDED else drawn.hang,
-        breakpoints=[place for role in drawn.roles if ended is None for place in role.breakpoints.values()],
+        hosts=_hosts(app, timeline),
+        spares=() if status.state.is_terminal else [name for role in timeline.roles for name in role.spares],
+        excluded=[moment for moment in timeline.moments if moment.kind == "excluded"],
+        ranks=_ranks(app, timeline, commands),
+        last_failure=max((role.failure for role in timeline.roles if role.failure), key=lambda m: m.time, default=None),
+        hang=None if status.state is State.SUCCEEDED else timeline.hang,
+        breakpoints=[place for role in timeline.roles if ended is None for place in role.breakpoints.values()],
         log_folder=log_folder or None,
         roles=[
             RoleCommand(one_line(role.name), role.num_replicas, one_line(shlex.join([role.entrypoint, *role.args])))
@@ -186,10 +186,10 @@ def _started(app: AppSnapshot) -> float | None:
     return app.started or min((replica.started for replica in app.replicas if replica.started), default=None)
 
 
-def _shown_role(drawn: Timeline, app: AppSnapshot) -> RoleView | None:
+def _present_role(timeline: Timeline, app: AppSnapshot) -> RoleView | None:
     """Return the role whose phase is that of the job: of those with hosts, if any, the one whose phase began last."""
     with_hosts = {role.spec.name for role in app.roles if role.spec.runs_hosts}
-    roles = [role for role in drawn.roles if role.name in with_hosts] or drawn.roles
+    roles = [role for role in timeline.roles if role.name in with_hosts] or timeline.roles
     return max(roles, key=lambda role: (role.phase.name != "end", role.phase.start), default=None)
 
 
@@ -221,9 +221,9 @@ def in_one_line(status: JobStatus, now: float | None = None) -> str:
     return "; ".join(filter(None, parts))
 
 
-def with_hang(message: str, drawn: Timeline) -> str:
+def with_hang(message: str, timeline: Timeline) -> str:
     """Return why a job was ended, with the hang that its ranks were in."""
-    hang = f"hang: {drawn.hang.message}" if drawn.hang is not None else ""
+    hang = f"hang: {timeline.hang.message}" if timeline.hang is not None else ""
     return "; ".join(filter(None, (message, hang)))
 
 
@@ -251,16 +251,16 @@ def _attempts(role: RoleView | None, commands: Mapping[str, Command | None]) -> 
     return (role.attempt.number if role.attempt is not None else 1) + allowed - role.restarts
 
 
-def _hosts(app: AppSnapshot, drawn: Timeline) -> int | None:
+def _hosts(app: AppSnapshot, timeline: Timeline) -> int | None:
     """Return the number of hosts of the last attempt; before it, what was asked for, without spare hosts."""
     asked = {role.spec.name: len(role.replicas) - role.spec.spares for role in app.roles}
-    hosts = sum(role.hosts or asked[role.name] for role in drawn.roles)
+    hosts = sum(role.hosts or asked[role.name] for role in timeline.roles)
     return hosts or (sum(role.num_replicas for role in app.app.roles) if app.app else 0) or None
 
 
-def _ranks(app: AppSnapshot, drawn: Timeline, commands: Mapping[str, Command | None]) -> int | None:
+def _ranks(app: AppSnapshot, timeline: Timeline, commands: Mapping[str, Command | None]) -> int | None:
     """Return the number of ranks that were started last; before that, what the commands ask for."""
-    if started := [role.ranks for role in drawn.roles if role.ranks is not None]:
+    if started := [role.ranks for role in timeline.roles if role.ranks is not None]:
         return sum(started)
     asked = 0
     for role in app.app.roles if app.app is not None else ():

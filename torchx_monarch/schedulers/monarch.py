@@ -37,7 +37,7 @@ from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.host_spec import HostSpec, parse_exit_codes, parse_ports, wrong_values
 from torchx_monarch.model.role_spec import RoleMetadataError
 from torchx_monarch.schedulers import NAMES, command, no_scheduler
-from torchx_monarch.schedulers.description import describe, shorten, summarize
+from torchx_monarch.schedulers.description import describe, list_entry, shorten
 from torchx_monarch.schedulers.foreground import Foreground
 from torchx_monarch.schedulers.log_display import LogDisplay
 from torchx_monarch.schedulers.run_options import CheckedRunopts
@@ -255,7 +255,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def list(self, cfg: Cfg | None = None) -> list[ListAppResponse]:
         """List the backend's apps, the newest first."""
-        return [summarize(*listed_app) for listed_app in self.apps.list(cfg or {})]
+        return [list_entry(*listed_app) for listed_app in self.apps.list(cfg or {})]
 
     def log_iter(
         self,
