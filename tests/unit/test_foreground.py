@@ -12,12 +12,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torchx.cli import cmd_run
 from torchx.cli.main import main
 
+from torchx_monarch.backends.core.backend import Capabilities
 from torchx_monarch.schedulers import command as command_module
 from torchx_monarch.schedulers.foreground import Foreground
 
@@ -44,7 +46,8 @@ def ctrl_c_raises() -> Iterator[None]:
 class Plain:
     """The apps of a backend: one ends when it is cancelled."""
 
-    def __init__(self) -> None:
+    def __init__(self, kills: bool = False) -> None:
+        self.backend = SimpleNamespace(capabilities=Capabilities(kills=kills), folder=lambda app_id: None)
         self.cancelled = 0
         self.graces: list[float | None] = []
         self.reasons: list[str] = []
@@ -60,18 +63,15 @@ class Plain:
     def read(self, app_id: str) -> None:
         return None
 
-    def folder(self, app_id: str) -> None:
-        return None
-
 
 @pytest.fixture(autouse=True)
 def _polls_return_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchx_monarch.schedulers.foreground._MAX_WAIT", 0.0)
 
 
-def foreground_of(apps: Plain, kills: bool = False) -> Foreground:
+def foreground_of(apps: Plain) -> Foreground:
     found: Any = apps
-    return Foreground(found, "plain", kills=kills)
+    return Foreground(found, "plain")
 
 
 def is_run(monkeypatch: pytest.MonkeyPatch, **options: bool) -> None:
@@ -91,8 +91,8 @@ def test_a_second_ctrl_c_is_heeded_as_soon_as_its_effect_is_told(kills: bool, mo
     """The third and fourth one, which a held key sends, arrive while the app is killed."""
     is_run(monkeypatch, wait=True)
     monkeypatch.setattr("sys.stderr", terminal := ImpatientTerminal())
-    apps = Plain()
-    foreground = foreground_of(apps, kills)
+    apps = Plain(kills)
+    foreground = foreground_of(apps)
     submit(foreground)
     with ctrl_c_raises():
         try:

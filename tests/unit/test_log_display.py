@@ -15,7 +15,7 @@ from torchx_monarch.client.run import Collector
 from torchx_monarch.insight.log_lines import LineParser, LogLine, host_text, is_coloured, is_terminal
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
-from torchx_monarch.schedulers.log_display import LogDisplay
+from torchx_monarch.schedulers.log_display import show_lines
 
 CYAN, YELLOW, DIM, END = "\x1b[36m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
 
@@ -37,8 +37,7 @@ def app(*args: str, replicas: int = 1, roles: int = 1, env: dict[str, str] | Non
 
 
 def shown(snapshot: AppSnapshot, *pieces: str, stream: io.TextIOBase | None = None, regex: str = "") -> list[str]:
-    display = LogDisplay(snapshot, "r0", stream or io.StringIO())  # type: ignore[arg-type]
-    return list(display.show(pieces, compiled(regex)))
+    return list(show_lines(snapshot, "r0", pieces, compiled(regex), stream or io.StringIO()))  # type: ignore[arg-type]
 
 
 def test_in_a_pipe_a_line_has_a_short_prefix_and_no_control_sequence() -> None:

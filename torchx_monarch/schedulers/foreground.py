@@ -43,16 +43,16 @@ _REASONS: dict[int, str] = {
 
 
 class Foreground:
-    """Watches the apps that a ``torchx run`` in this process has submitted."""
+    """Watches the app that a ``torchx run`` in this process submits."""
 
-    def __init__(self, apps: Apps[Any], scheduler: str, kills: bool) -> None:
+    def __init__(self, apps: Apps[Any], scheduler: str) -> None:
         self._apps = apps
         self._scheduler = scheduler
-        self._kills = kills
-        self._polls: dict[str, int] = {}
-        self._submitted: dict[str, float] = {}
-        """When each app was submitted, in seconds since the epoch."""
-        self._offsets: dict[str, int] = {}
+        self._kills = apps.backend.capabilities.kills
+        self._app_id = ""
+        self._submitted = 0.0  # in seconds since the epoch
+        self._polls = 0
+        self._offset = 0
 
     @contextlib.contextmanager
     def submission(self) -> Iterator[Callable[[str], None]]:
@@ -66,8 +66,7 @@ class Foreground:
 
         def submitted(app_id: str) -> None:
             if command.running is not None:
-                self._polls[app_id] = 0
-                self._submitted[app_id] = time.time()
+                self._app_id, self._submitted = app_id, time.time()
 
         with termination.held():
             yield submitted
@@ -77,10 +76,10 @@ class Foreground:
 
         TorchX polls once after each submission to print the state; a second poll means that it waits for the app.
         """
-        if app_id not in self._polls or threading.current_thread() is not threading.main_thread():
+        if not self.has_submitted(app_id) or threading.current_thread() is not threading.main_thread():
             return
-        self._polls[app_id] += 1
-        if self._polls[app_id] < 2:
+        self._polls += 1
+        if self._polls < 2:
             return
         # With --log another thread prints the job's log, which contains the same lines.
         shows = sys.stderr is not None and sys.stderr.isatty() and threading.active_count() == 1
@@ -89,16 +88,16 @@ class Foreground:
         while not ended and time.monotonic() < until:
             ended = self._apps.wait(app_id, 0.05)
             if shows:
-                self._show(app_id)
+                self._show_progress()
 
     def has_submitted(self, app_id: str) -> bool:
         """Whether a ``torchx run`` in this process has submitted the app."""
-        return app_id in self._polls
+        return bool(app_id) and app_id == self._app_id
 
     def on_close(self) -> None:
-        """Show how the apps that the command has waited for have ended; cancel them first if it exits by a signal.
+        """Show how the app that the command has waited for has ended; cancel it first if it exits by a signal.
 
-        A second Ctrl-C kills them. Called when TorchX's command line leaves its runner: nothing is printed after it.
+        A second Ctrl-C kills it. Called when TorchX's command line leaves its runner: nothing is printed after it.
 
         Raises:
             SystemExit: with 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; TorchX then prints no traceback.
@@ -106,57 +105,58 @@ class Foreground:
         error = sys.exc_info()[1]
         if not isinstance(error, KeyboardInterrupt):
             termination.remove()
-            for app_id in self._polls if _waits() else ():
-                self._show_end(app_id)
-            self._polls.clear()
+            if self._app_id and _waits():
+                self._show_end()
+            self._app_id = ""
             return
         number = signal_of(error)
-        for app_id in self._polls:
-            if _waits():
-                self._cancel(app_id, number)
-            elif not self._apps.wait(app_id, 0.0):
-                handle = self._handle(app_id)
-                _print_stderr(f"\n{handle} keeps running; to end it: torchx cancel {handle}")
+        if self._app_id and _waits():
+            self._cancel(number)
+        elif self._app_id and not self._apps.wait(self._app_id, 0.0):
+            _print_stderr(f"\n{self._handle} keeps running; to end it: torchx cancel {self._handle}")
         raise SystemExit(128 + number) from None
 
-    def _cancel(self, app_id: str, number: int) -> None:
-        """Cancel an app that has not ended, and wait for its end; after Ctrl-C kill it, or wait no longer."""
+    def _cancel(self, number: int) -> None:
+        """Cancel the app unless it has ended, and wait for its end; after Ctrl-C kill it, or wait no longer."""
         is_requested = False
         # The message is inside the block: its reader may press Ctrl-C before the call that prints it has returned.
         try:
-            if self._apps.wait(app_id, 0.0):
+            if self._apps.wait(self._app_id, 0.0):
                 return
             second = "kills it" if self._kills else "waits no longer for it"
             name, again = ("", "again ") if number == signal.SIGINT else (f" ({signal.Signals(number).name})", "")
-            _print_stderr(f"\ncancelling {self._handle(app_id)}{name}; Ctrl-C {again}{second}")
-            self._apps.cancel(app_id, reason=_REASONS.get(number, ""))
+            _print_stderr(f"\ncancelling {self._handle}{name}; Ctrl-C {again}{second}")
+            self._apps.cancel(self._app_id, reason=_REASONS.get(number, ""))
             is_requested = True
-            while not self._apps.wait(app_id, 3600.0):
+            while not self._apps.wait(self._app_id, 3600.0):
                 continue
-            self._show_end(app_id)
+            self._show_end()
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, lambda *_: None)  # a key that is held down repeats it; the command ends next
             if self._kills:
-                _print_stderr(f"\nkilling {self._handle(app_id)}")
-                self._apps.cancel(app_id, 0.0)
-                if self._apps.wait(app_id, _KILL_TIMEOUT):
-                    self._show_end(app_id)
+                _print_stderr(f"\nkilling {self._handle}")
+                self._apps.cancel(self._app_id, 0.0)
+                if self._apps.wait(self._app_id, _KILL_TIMEOUT):
+                    self._show_end()
             elif not is_requested:
-                self._apps.cancel(app_id)
+                self._apps.cancel(self._app_id)
 
-    def _handle(self, app_id: str) -> str:
-        return f"{self._scheduler}://torchx/{app_id}"
+    @property
+    def _handle(self) -> str:
+        return f"{self._scheduler}://torchx/{self._app_id}"
 
-    def _show_end(self, app_id: str) -> None:
+    def _show_end(self) -> None:
         with contextlib.suppress(BackendError, OSError, ValueError):  # ValueError: stderr is closed
-            found = self._apps.read(app_id)
+            found = self._apps.read(self._app_id)
             if found is not None and found[1].state.is_terminal:
-                summary_of(self._handle(app_id), *found, self._submitted[app_id], time.time()).write(sys.stderr)
+                summary_of(self._handle, *found, self._submitted, time.time()).write(sys.stderr)
 
-    def _show(self, app_id: str) -> None:
-        if (folder := self._apps.backend.folder(app_id)) is None:
+    def _show_progress(self) -> None:
+        """Print the events since the last call, if this machine has them."""
+        folder = self._apps.backend.folder(self._app_id)
+        if folder is None:
             return
-        found, self._offsets[app_id] = events.read(folder.events, self._offsets.get(app_id, 0), below=folder.trusted)
+        found, self._offset = events.read(folder.events, self._offset, below=folder.trusted)
         for event in found:
             seconds = f" ({event['seconds']:.2f} s)" if event.get("seconds") is not None else ""
             with closed_terminal_is_null():

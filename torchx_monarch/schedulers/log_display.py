@@ -16,39 +16,26 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.command.command import Streams
 from torchx_monarch.command.rank_command import rank_command
 from torchx_monarch.insight.log_lines import LastStates, LineParser, LogLine, is_coloured, is_terminal
-from torchx_monarch.schedulers import command
 
 _TEMPLATE_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
-class LogDisplay:
-    """Decide how the log lines of one role look on a stream (None if it is closed)."""
-
-    def __init__(self, app: AppSnapshot, role: str, stream: TextIO | None) -> None:
-        self._parser = parser_of(app, role)
-        self._is_terminal = is_terminal(stream)
-        self._is_coloured = is_coloured(stream)
-
-    @classmethod
-    def for_command(cls, app: AppSnapshot, role: str) -> LogDisplay | None:
-        """Return how this process's ``torchx log`` or ``torchx run --log`` shows lines; None in any other program."""
-        stream = command.running.log_stream if command.running is not None else None
-        return cls(app, role, stream) if stream is not None else None
-
-    def show(self, pieces: Iterable[str], pattern: re.Pattern[str]) -> Iterator[str]:
-        """Yield the lines to show: those that a regular expression matches without their colours."""
-        if not self._is_terminal:
-            states = LastStates(self._parser.parse)
-            found = itertools.chain((line for piece in pieces for line in states.feed(piece)), states.rest())
-            texts = (line.plain() for _, line in found)
-            yield from filter(pattern.search, texts)
-            return
-        goes_on = False
-        for piece in pieces:
-            line = LogLine(piece) if goes_on else self._parser.parse(piece)
-            if pattern.search(line.plain()):
-                yield line.on_terminal(self._is_coloured)
-            goes_on = not piece.endswith("\n")
+def show_lines(
+    app: AppSnapshot, role: str, pieces: Iterable[str], pattern: re.Pattern[str], stream: TextIO
+) -> Iterator[str]:
+    """Yield the lines of a role's log that a regular expression matches without their colours, for a stream."""
+    parser = parser_of(app, role)
+    if not is_terminal(stream):
+        states = LastStates(parser.parse)
+        found = itertools.chain((line for piece in pieces for line in states.feed(piece)), states.rest())
+        yield from filter(pattern.search, (line.plain() for _, line in found))
+        return
+    coloured, goes_on = is_coloured(stream), False
+    for piece in pieces:
+        line = LogLine(piece) if goes_on else parser.parse(piece)
+        if pattern.search(line.plain()):
+            yield line.on_terminal(coloured)
+        goes_on = not piece.endswith("\n")
 
 
 def parser_of(app: AppSnapshot, role_name: str) -> LineParser:

@@ -39,7 +39,7 @@ from torchx_monarch.model.role_spec import RoleMetadataError
 from torchx_monarch.schedulers import NAMES, command, no_scheduler
 from torchx_monarch.schedulers.description import describe, list_entry, shorten
 from torchx_monarch.schedulers.foreground import Foreground
-from torchx_monarch.schedulers.log_display import LogDisplay
+from torchx_monarch.schedulers.log_display import show_lines
 from torchx_monarch.schedulers.run_options import CheckedRunopts
 from torchx_monarch.system.error_files import write_for_caller
 from torchx_monarch.system.processes import raise_file_limit
@@ -107,7 +107,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         self.inner = inner
         self.apps: Apps[Any] = Apps(inner, name)
         self._python = python
-        self._foreground = Foreground(self.apps, name, inner.capabilities.kills)
+        self._foreground = Foreground(self.apps, name)
 
     # -- options -------------------------------------------------------------------------------------------------------
 
@@ -269,14 +269,13 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         streams: Stream | None = None,
     ) -> Iterable[str]:
         """Return the log lines of one replica; of both streams if ``streams`` is None."""
-        found = self.apps.recent(app_id)
-        display = LogDisplay.for_command(found[0], role_name) if found is not None else None
         lines = self.apps.lines(app_id, role_name, k, since=since, until=until, follow=should_tail, stream=streams)
-        pattern = compiled(regex)
-        if display is None:
+        pattern, found = compiled(regex), self.apps.recent(app_id)
+        stream = command.running.log_stream if command.running is not None else None
+        if found is None or stream is None:
             return filter(pattern.search, lines)
         raise_file_limit()  # the command reads the logs of all replicas at once
-        return display.show(lines, pattern)
+        return show_lines(found[0], role_name, lines, pattern, stream)
 
     def _cancel_existing(self, app_id: str) -> None:
         self.apps.cancel_and_wait(app_id)
