@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tests.waits import WITHIN
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.timed_line import LogQuery
-from torchx_monarch.host.ranks.rank_output import FilteredFile, OutputPipe
+from torchx_monarch.host.ranks.rank_logs import FilteredFile
+from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.insight.run_log import RunLog, RunLogSink
 from torchx_monarch.supervisor import log_files
 from torchx_monarch.system.console import Console, WriterThread

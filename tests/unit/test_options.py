@@ -21,7 +21,6 @@ from torchx_monarch.command.torchrun_options import (
     DEFAULTS,
     OPTIONS,
     UNEXPANDED,
-    CommandError,
     HelpRequested,
     Option,
     RendezvousConf,
@@ -30,6 +29,7 @@ from torchx_monarch.command.torchrun_options import (
     parse_options,
     unused_options,
 )
+from torchx_monarch.model.world import CommandError
 
 
 @pytest.fixture(autouse=True)

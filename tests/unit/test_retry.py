@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from torchx_monarch.controller.attempts import SameStep, never_joined, why_no_other_start, why_no_restart
+from torchx_monarch.controller.attempts import SameStep, never_joined, why_no_restart
 from torchx_monarch.host import no_restart_marker
 from torchx_monarch.host.no_restart_marker import VARIABLE, NoRestartMarker
 from torchx_monarch.model.backoff import Backoff
-from torchx_monarch.model.host_result import HostResult
+from torchx_monarch.model.host_result import HostResult, why_no_other_start
 from torchx_monarch.model.host_spec import HostSpec, parse_exit_codes
 from torchx_monarch.model.job_result import JobResult, RankExit
 

@@ -19,13 +19,13 @@ from torchx_monarch.command.torchrun_options import (
     DEFAULTS,
     OPTIONS,
     UNEXPANDED,
-    CommandError,
     HelpRequested,
     Streams,
     TorchrunOptions,
     Use,
     parse_options,
 )
+from torchx_monarch.model.world import CommandError
 
 __all__ = ["Command", "CommandError", "Program", "Streams", "TorchrunOptions", "check", "parse"]
 

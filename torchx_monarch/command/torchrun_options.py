@@ -17,15 +17,12 @@ from enum import Enum
 from typing import Any, NoReturn, TypeVar
 
 from torchx_monarch.model.spelling import did_you_mean
+from torchx_monarch.model.world import CommandError
 
 T = TypeVar("T")
 
 UNEXPANDED = "\0"
 """Stands in the words of a command for text that TorchX or a shell will expand. No argument of a program has a NUL."""
-
-
-class CommandError(ValueError):
-    """A command is invalid or not supported; the message names the option, its value and the allowed values."""
 
 
 class HelpRequested(Exception):

@@ -28,7 +28,7 @@ from torchx_monarch.insight.hangs import Hang
 from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.backoff import describe as describe_delay
 from torchx_monarch.model.host_facts import Registration
-from torchx_monarch.model.host_result import no_retry_reason
+from torchx_monarch.model.host_result import forbidden_by
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import (
     EARLY_FAILURES_WITHIN,
@@ -370,25 +370,9 @@ def why_no_restart(cause: RankExit, failed_now: Collection[int], failed_before: 
     code = shell_code(cause.code)
     if not cause.began:
         return "the program cannot even begin"
-    if reason := _forbidden_by(code, spec.retry_on):
+    if reason := forbidden_by(code, spec.retry_on):
         return reason
     again = set(failed_now) & set(failed_before)
     if cause.rank in failed_now and again:
         return f"rank {min(again)} has failed twice in a row before it was in a process group"
-    return ""
-
-
-def why_no_other_start(result: JobResult, retry_on: Collection[int]) -> str:
-    """Return why the hosts of a job must not be restarted, judged by the program's exit code; empty if they may be.
-
-    A failure of hosts or machines, without a rank as its cause, never forbids a restart.
-    """
-    return _forbidden_by(result.code, retry_on) if result.code and result.cause is not None else ""
-
-
-def _forbidden_by(code: int, retry_on: Collection[int]) -> str:
-    if reason := no_retry_reason(code, None):
-        return reason
-    if retry_on and code not in retry_on:
-        return f"exit code {code} is not one of {', '.join(map(str, sorted(retry_on)))} (retry_on)"
     return ""

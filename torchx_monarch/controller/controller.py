@@ -148,6 +148,8 @@ class Session:
 class Controller:
     """Run a job on the hosts of its role: the one consumer of ``HostEvents``."""
 
+    ends_role = True
+
     def __init__(self, rendezvous: Rendezvous, gatherer: HostGatherer, session: Session) -> None:
         self._sizes = session.hosts.options.sizes
         self._replacements_left = session.hosts.options.spec.replacements

@@ -15,13 +15,16 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from torchx_monarch.command.command import Command
 from torchx_monarch.controller.host_events import Changes, HostEvent, HostExcluded
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.world import consecutive
+
+if TYPE_CHECKING:
+    from torchx_monarch.command.command import Command
 
 _MAX_RUNS = 50
 """Runs of replicas that one line names."""
@@ -92,7 +95,7 @@ class HostRegistry:
         self._failed: set[int] = set()
         self._refused: set[int] = set()
         self._changes = Changes()
-        self.until = self._changes.until
+        self.until, self.notify = self._changes.until, self._changes.notify
 
     def add(self, host: Registration) -> None:
         self._forget(host.replica)
@@ -103,13 +106,13 @@ class HostRegistry:
         elif self.is_idle(host):
             self._able_idle.add(host.replica)
         self._seen.add(host.replica)
-        self._changes.notify()
+        self.notify()
 
     def remove(self, replica: int) -> bool:
         """Forget a host; return whether it was registered. From here on its replacement may register."""
         removed = self._forget(replica)
         if removed:
-            self._changes.notify()
+            self.notify()
         return removed
 
     def _forget(self, replica: int) -> bool:

@@ -181,6 +181,8 @@ class JobHosts:
         call = self._requests.begin(request, [host.replica for host in hosts or self.present], own, timeout)
 
         async def ask_own() -> None:
+            if own not in call.waiting:
+                return
             try:
                 call.put(own, await self._own_host(request))
             except HostRefused as refusal:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from importlib import metadata
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
-from torchx_monarch.controller.controller import Session
 from torchx_monarch.controller.host_events import StopRequested
 from torchx_monarch.controller.host_messages import GetWorkerLoop, HostCall, RunWorkerLoop, WorkerLoopEnded
 from torchx_monarch.controller.host_network import HostNetwork
@@ -42,13 +42,26 @@ Member: TypeAlias = tuple[Registration, str]
 """A host, and the address of its worker loop."""
 
 
+class MeshUser(Protocol):
+    """What runs on the hosts while clients are attached.
+
+    Attributes:
+        ends_with_mesh: whether a Monarch client that shuts the host mesh down ends it.
+    """
+
+    ends_with_mesh: bool
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Return a context within which the hosts do not count as idle."""
+
+
 class MeshClients:
     """Serve the greeting ``attach`` (see ``Rendezvous.clients``). Each client gets worker loops of its own.
 
     The hosts do not count as idle while a client is attached.
     """
 
-    def __init__(self, hosts: JobHosts, network: HostNetwork, credentials: str, session: Session) -> None:
+    def __init__(self, hosts: JobHosts, network: HostNetwork, credentials: str, session: MeshUser) -> None:
         self._hosts = hosts
         self._network = network
         self._credentials = credentials

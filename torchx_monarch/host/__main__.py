@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -12,25 +13,39 @@ import sys
 if __name__ == "__main__" and sys.path[0] == os.getcwd() and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 
-from typing import NoReturn  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from typing import Any, NoReturn  # noqa: E402
 
 
 def main(argv: list[str]) -> NoReturn:
     """Run one replica of a role to its end: ``argv`` has the options, ``--``, and the role's command."""
     gc.disable()  # what is imported stays: to scan it for garbage again and again takes a tenth of the imports
-    from torchx_monarch.host.ranks.zygote_process import start_early
     from torchx_monarch.model.host_spec import HostSpec
     from torchx_monarch.system import processes
 
     processes.become_subreaper()
     options = HostSpec.from_argv(argv)
-    early = start_early(options, os.environ)
-    # The rest of the imports takes two thirds of a host's start; the zygote imports meanwhile.
+    # The rest of the imports takes two thirds of a host's start: the command, or the zygote's imports, run meanwhile.
+    choose: Callable[[Any], Any]
+    if options.workload == "command":
+        from torchx_monarch.host import command_process
+
+        started = command_process.start_early(options, os.environ)
+        from torchx_monarch.host.command_run import CommandRun
+
+        choose = functools.partial(CommandRun, started=started)
+    else:
+        from torchx_monarch.host.ranks import zygote_process
+
+        early = zygote_process.start_early(options, os.environ)
+        from torchx_monarch.host.rank_runs import choose_runs
+
+        choose = functools.partial(choose_runs, early=early)
     from torchx_monarch.host.host_process import HostProcess
 
     gc.enable()
     gc.set_threshold(50_000)  # by Python's 700, they take a tenth of the time in which replica 0 registers 4,096 hosts
-    HostProcess(options, os.environ, early).main()
+    HostProcess(options, os.environ, choose).main()
 
 
 if __name__ == "__main__":

@@ -7,16 +7,18 @@ import asyncio
 import dataclasses
 import os
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchx_monarch.command.command import Command
 from torchx_monarch.controller.host_messages import Report
-from torchx_monarch.host.ranks.run_spec import INTERFACE, env_number
 from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.env_names import INTERFACE
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport import local_addresses, messages
 from torchx_monarch.transport.connections import Address, ConnectError
+
+if TYPE_CHECKING:
+    from torchx_monarch.command.command import Command
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -65,12 +67,6 @@ class Host:
         if self.connector is None:
             raise ConnectError("this host has not registered")
         return await self.connector(greeting)
-
-    def read_grace(self, command: Command | None = None) -> None:
-        """Set ``grace`` from torchrun's variable or option; raise ``CommandError`` if the variable is no number."""
-        self.grace = env_number(self.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", self.options.grace)
-        if command is not None and command.options.shutdown_timeout is not None:
-            self.grace = float(command.options.shutdown_timeout)
 
     def run_id(self, command: Command | None) -> str:
         """Return TORCHELASTIC_RUN_ID: torchrun's ``--rdzv-id``, else the app's id (torchrun: a random id or none)."""

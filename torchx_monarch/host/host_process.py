@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import functools
 import os
 import signal
 import socket
@@ -13,52 +11,43 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NoReturn
 
-from torchx_monarch.command.command import CommandError, parse
 from torchx_monarch.controller import host_events
-from torchx_monarch.controller.attempts import why_no_other_start
-from torchx_monarch.controller.controller import Controller
-from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange
 from torchx_monarch.controller.host_messages import SignalReceived
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.hosts import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
-from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.controller.roles import coordinator
+from torchx_monarch.host.command_process import HANDLED_SIGNALS
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.no_restart_marker import NoRestartMarker
 from torchx_monarch.host.ranks.rank_process import reap_orphans
-from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
-from torchx_monarch.host.workload import BatchRun, Workload
+from torchx_monarch.host.workload import Workload
 from torchx_monarch.insight import events
 from torchx_monarch.insight.job_end import JobEnd
 from torchx_monarch.insight.progress import Reporter, write_result
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.host_facts import Registration
-from torchx_monarch.model.host_result import HostResult
+from torchx_monarch.model.host_result import HostResult, why_no_other_start
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.state import State
-from torchx_monarch.model.world import LaunchError
+from torchx_monarch.model.world import CommandError, LaunchError
 from torchx_monarch.system import error_files, open_files, processes, run_dirs, safe_files
 from torchx_monarch.system.console import Console, WriterThread
-from torchx_monarch.transport.connections import ConnectError
 
 _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to exit before it exits."""
 
-_ERROR_REPORT_TIMEOUT = 10.0
-"""Seconds for which a host that cannot take part tries to report its error to replica 0."""
-
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
+"""The signals that are passed on."""
 
 
 class HostProcess:
-    """Run one replica to its end; ``early`` is the zygote that has been started for a batch job's ranks."""
+    """Run one replica, with the workload that ``choose`` returns, to its end."""
 
-    def __init__(self, options: HostSpec, environ: Mapping[str, str], early: ZygoteProcess | None) -> None:
+    def __init__(self, options: HostSpec, environ: Mapping[str, str], choose: Callable[[Host], Workload]) -> None:
         environ = dict(environ)
         os.environ.pop(CREDENTIALS, None)  # what this process starts may inherit its environment
         # What this process prints itself, such as a traceback, goes to a log file (`_redirect_own_output`).
@@ -71,7 +60,7 @@ class HostProcess:
         reporter = Reporter(stderr, None if options.replica else events_path, options.role, termination_log)
         self._host = Host(options, environ, socket.gethostname(), stdout, stderr, log_dir, reporter)
         self._host.grace = options.grace
-        self._workload = _choose_workload(self._host, early)
+        self._workload = choose(self._host)
         self._error_file = environ.get("TORCHELASTIC_ERROR_FILE", "")
         self._rendezvous: Rendezvous | None = None
         self._registration: Registration | None = None
@@ -90,6 +79,7 @@ class HostProcess:
     async def _main(self) -> NoReturn:
         host = self._host
         self._handle_signals()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
         self._spawn(reap_orphans())
         if stored := self._no_restart_marker.begin():
             host.reporter.line(f"host {host.options.replica}: not started again: {stored.no_retry_reason}")
@@ -111,7 +101,7 @@ class HostProcess:
 
     async def _report_and_exit(self, result: JobResult) -> None:
         host = self._host
-        await self._stop_ranks(signal.SIGTERM)
+        await self._workload.stop(signal.SIGTERM)
         why = why_no_other_start(result, host.options.retry_on)
         restarts = host.reporter.rank_restarts
         written = HostResult.from_job_result(result, rank_restarts=restarts, no_retry_reason=why)
@@ -148,19 +138,19 @@ class HostProcess:
         os._exit((result.code or 0) if exit_code is None else exit_code)
 
     async def _job(self) -> JobResult:
-        host, options, command = self._host, self._host.options, None
+        host, options, workload = self._host, self._host.options, self._workload
         nproc, error, code = 0, "", 1
         try:
-            command = self._workload.parse()
-            self._handle_signals(command.options.signals_to_handle)
+            workload.parse()
+            self._handle_signals(workload.command.options.signals_to_handle if workload.command else "")
         except CommandError as failure:
             error, code = str(failure), 2
         try:
             host.sockets = run_dirs.private_dir(self._run_dir)
-            rendezvous, advertised = host.settle_addresses(self._run_dir, command)
-            if command is not None:
+            rendezvous, advertised = host.settle_addresses(self._run_dir, workload.command)
+            if not error:
                 # Before the rest: the imports of the zygote take longer than all steps below.
-                nproc = await self._workload.start()
+                nproc = await workload.start()
         except LaunchError as failure:
             error = str(failure)
         except ValueError as failure:
@@ -169,16 +159,24 @@ class HostProcess:
             credentials = host.environ.get(CREDENTIALS, "")
             network = HostNetwork.setup(rendezvous, advertised, options, credentials, host.sockets)
             if not error:
-                await self._workload.connect(network)
+                await workload.connect(network)
         except ValueError as failure:
             return self._conclude(JobResult(1, f"host {options.replica}: {failure}"))
-        machine = host.environ.get("MONARCH_NODE", "")
-        registration = Registration(options.replica, host.hostname, os.getpid(), nproc, error, code, machine=machine)
+        given = host.environ.get("MONARCH_RESTART", "")
+        registration = Registration(
+            options.replica,
+            host.hostname,
+            os.getpid(),
+            nproc,
+            error,
+            code,
+            machine=host.environ.get("MONARCH_NODE", ""),
+            restarts=int(given) if given.isdecimal() else self._no_restart_marker.restarts,
+        )
         self._registration = registration
-        sizes = NodeRange.from_command(self._workload.command, options.world, options.host_timeout, options.spares)
         if options.replica == 0:
-            return await self._control(registration, network, sizes)
-        return await self._follow(registration, network, sizes.join_timeout)
+            return await self._control(registration, network)
+        return await workload.follower(network).run(registration)
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -196,32 +194,16 @@ class HostProcess:
         """Have the stop signals, and ``--signals-to-handle``, stop the job; other SIGUSR1 and SIGUSR2 go to ranks."""
         loop = asyncio.get_running_loop()
         named = {signal.Signals[name.strip()] for name in more.split(",") if name}
-        for number in {*_STOP_SIGNALS, *named}:
-            loop.add_signal_handler(number, self._signalled, number)
-        for number in {signal.SIGUSR1, signal.SIGUSR2} - named:
-            loop.add_signal_handler(number, self._forward_signal, number)
+        for number in {*HANDLED_SIGNALS, *named}:
+            is_passed_on = number in _FOR_RANKS and number not in named
+            loop.add_signal_handler(number, self._forward_signal if is_passed_on else self._signalled, number)
 
     # -- replica 0 -----------------------------------------------------------------------------------------------------
 
-    async def _control(self, registration: Registration, network: HostNetwork, sizes: NodeRange) -> JobResult:
+    async def _control(self, registration: Registration, network: HostNetwork) -> JobResult:
         host, options, workload = self._host, self._host.options, self._workload
-        self._rendezvous = rendezvous = Rendezvous(network, sizes.fewest, host.reporter.line)
-        job = JobOptions(
-            options,
-            sizes,
-            host.run_id(workload.command),
-            host.grace,
-            workload.command.options.max_restarts if workload.command else 0,
-            workload.first_log_attempt(),
-            network.advertised,
-            network.bind,
-            # Over a network, the loss of a machine is noticed only after peer_timeout seconds of silence.
-            options.peer_timeout + 3.0 if network.rendezvous.networked else 1.0,
-        )
-        failures = HostFailures(options.exclude_after)
-        gatherer = HostGatherer(sizes, rendezvous.hosts, host.reporter, failures)
-        session = workload.session(rendezvous, network, gatherer, job)
-        controller = Controller(rendezvous, gatherer, session)
+        self._rendezvous = rendezvous = Rendezvous(network, workload.sizes.fewest, host.reporter.line)
+        controller = workload.controller(rendezvous, network)
         coordination = coordinator(rendezvous, network, host.environ, host.reporter)
         try:
             await rendezvous.start()
@@ -233,77 +215,31 @@ class HostProcess:
         rendezvous.register(registration)
         await coordination.begin(options.host_timeout)
         result = self._conclude(await controller.run())
-        await coordination.end(result, _HOST_EXIT_TIMEOUT + (0.0 if result.stopped else host.grace))
-        await rendezvous.announce(result, _HOST_EXIT_TIMEOUT + host.grace)
+        if controller.ends_role:
+            await coordination.end(result, _HOST_EXIT_TIMEOUT + (0.0 if result.stopped else host.grace))
+            await rendezvous.announce(result, _HOST_EXIT_TIMEOUT + host.grace)
         return result
 
     def _conclude(self, result: JobResult) -> JobResult:
         reporter = self._host.reporter
         if result.cause and result.cause.traceback:
-            reporter.block(f"traceback of rank {result.cause.rank}:", result.cause.traceback)
+            who = "the command" if result.cause.is_command else f"rank {result.cause.rank}"
+            reporter.block(f"traceback of {who}:", result.cause.traceback)
         if result.cause and result.cause.stderr_path:
             reporter.line(f"log of rank {result.cause.rank}: {result.cause.stderr_path}")
         word = "SUCCEEDED" if result.code == 0 else "STOPPED" if result.stopped else "FAILED"
         text = f"{word}: {result.reason}"
+        if result.code and not reporter.shows_phases:
+            reporter.line(text)
         reporter.phase("result", text, code=result.code, stopped=result.stopped, reason=result.reason)
         return result
-
-    # -- other replicas ------------------------------------------------------------------------------------------------
-
-    async def _follow(self, registration: Registration, network: HostNetwork, timeout: float) -> JobResult:
-        """Take part in the job of replica 0's controller; return the job's result, or the reason for not knowing it.
-
-        If replica 0 is lost and the backend replaces it, stop the ranks and register with the new one.
-        """
-        host = self._host
-        try:
-            # A host with an error only reports it. If replica 0 has the same error, it has already exited.
-            timeout = min(timeout, _ERROR_REPORT_TIMEOUT) if registration.error else timeout
-            client = await self._join(registration, network, timeout, "replica 0")
-        except RendezvousError as error:
-            reason = registration.error or str(error)
-            host.reporter.line(f"host {registration.replica}: {reason}")
-            return JobResult(registration.code if registration.error else 1, reason)
-        while True:
-            host.report = client.report
-            result = await client.result(self._workload.handle)
-            if result is not None:
-                if client.dismissed and not result.stopped:
-                    host.reporter.line(f"host {registration.replica} was refused: {result.reason}")
-                return result
-            host.report = None
-            lost_replica0 = JobResult(1, client.lost or f"{host.name} lost replica 0", consequence=True, replica=0)
-            host.reporter.line(lost_replica0.reason)
-            if host.options.replacements == 0 or registration.error:
-                return lost_replica0
-            await self._stop_ranks(signal.SIGTERM)
-            pool = self._workload.pool
-            again = dataclasses.replace(registration, attempt=-1 if pool is None else pool.attempt)
-            try:
-                client = await self._join(again, network, host.options.rejoin_timeout, "another replica 0")
-            except RendezvousError as error:
-                host.reporter.line(f"host {registration.replica}: {error}")
-                return lost_replica0
-
-    async def _join(
-        self, registration: Registration, network: HostNetwork, timeout: float, whom: str
-    ) -> RendezvousClient:
-        host, failure = self._host, ""
-
-        def failed(error: ConnectError) -> None:
-            nonlocal failure
-            failure = f" ({error})"
-
-        host.connector = functools.partial(network.greet, network.rendezvous)
-        joining = RendezvousClient.join(network, registration, timeout, failed)
-        return await host.reporter.while_waiting(joining, lambda: whom + failure)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
     def _signalled(self, number: int) -> None:
         host, replica = self._host, self._host.options.replica
         host.reporter.line(f"host {replica}: received {signal.Signals(number).name}")
-        self._spawn(self._stop_ranks(number))
+        self._spawn(self._workload.stop(number))
         stop_file = host.environ.get("MONARCH_STOP_FILE")
         announced = os.path.exists(stop_file) if stop_file else None
         registration = self._registration or Registration(replica, host.hostname, os.getpid(), 0)
@@ -323,27 +259,7 @@ class HostProcess:
         if self._workload.pool is not None:
             self._workload.pool.notify(number)
 
-    async def _stop_ranks(self, number: int) -> None:
-        if self._workload.pool is not None:
-            await self._workload.pool.stop(number, self._host.grace)
-
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)  # asyncio keeps only weak references to tasks
         task.add_done_callback(self._tasks.discard)
-
-
-def _choose_workload(host: Host, early: ZygoteProcess | None) -> Workload:
-    """Return the workload of a role's command: the runs of a live allocation, or the run of a batch job.
-
-    A command that is not valid counts as a batch job's: parsing it again reports the error.
-    """
-    try:
-        command = parse(host.options.command, host.environ)
-    except CommandError:
-        command = None
-    if command is None or command.kind != "hosts":
-        return BatchRun(host, early)
-    from torchx_monarch.host.live_runs import LiveRuns
-
-    return LiveRuns(host)

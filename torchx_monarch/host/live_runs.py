@@ -27,8 +27,8 @@ from torchx_monarch.controller.run_queue import VALUES_TIMEOUT, RunQueue
 from torchx_monarch.function import MAX_VALUE_BYTES, VALUE
 from torchx_monarch.host.code_distribution import HostCode, probe
 from torchx_monarch.host.host import Host
+from torchx_monarch.host.rank_runs import RankRuns, check_script, log_folder
 from torchx_monarch.host.ranks.run_spec import RunSpec, with_interpreter
-from torchx_monarch.host.workload import Workload, check_script, log_folder
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.model.world import LaunchError
@@ -41,7 +41,7 @@ _VALUE_PART = 18_000
 """Bytes of a value in one record: 24 kB as base64."""
 
 
-class LiveRuns(Workload):
+class LiveRuns(RankRuns):
     """Execute the runs of a live allocation on this host. The first output of a run is not reported."""
 
     listens = True
@@ -59,14 +59,13 @@ class LiveRuns(Workload):
         self._code: HostCode | None = None
         self._function_file = ""  # of the present run; empty if its program is no function
 
-    def parse(self) -> Command:
+    def parse(self) -> None:
         options = self._host.options
         command = parse(options.command, self._host.environ)
         if command is None or command.kind != "hosts":
             raise CommandError(f"not the command of an allocation: {shlex.join(options.command)}")
         self._allocation_spec = AllocationSpec.from_command(command, self._host.environ, options.world)
-        self._host.read_grace()
-        return command
+        self._read_grace()
 
     async def start(self) -> int:
         spec = self._allocation_spec

@@ -19,19 +19,23 @@ VARIABLE = "MONARCH_STARTS"
 
 
 class NoRestartMarker:
-    """Read and write the marker file of one host; do nothing if the backend names no file."""
+    """Read and write the marker file of one host; do nothing if the backend names no file.
+
+    Attributes:
+        restarts: how often the host was restarted, as far as a marker file says.
+    """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._paths = [path for path in environ.get(VARIABLE, "").split(":") if path]
-        self._restarts = 0
+        self.restarts = 0
 
     def begin(self) -> HostResult | None:
         """Count a start of the host; if an earlier start has stored a result that forbids another one, return that."""
         found = next((result for path in self._paths if (result := _read(path))), None)
         if found is not None and found.forbids_restart:
             return found
-        self._restarts = 0 if found is None or found.restarts is None else found.restarts + 1
-        self._write(HostResult(restarts=self._restarts))
+        self.restarts = 0 if found is None or found.restarts is None else found.restarts + 1
+        self._write(HostResult(restarts=self.restarts))
         return None
 
     def end(self, result: HostResult) -> bool:
@@ -41,7 +45,7 @@ class NoRestartMarker:
         """
         if not (self._paths and result.forbids_restart):
             return True
-        return self._write(result if result.restarts is not None else replace(result, restarts=self._restarts))
+        return self._write(result if result.restarts is not None else replace(result, restarts=self.restarts))
 
     def _write(self, result: HostResult) -> bool:
         mounts = _mounts() if self._paths else set()

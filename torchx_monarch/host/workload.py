@@ -1,47 +1,29 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What a host executes for its role: the requests of the controller, which replica 0 makes from its own workload.
 
-A batch job has one run (``BatchRun``); a live allocation any number (``live_runs.LiveRuns``).
+It is the ranks of a batch job (``rank_runs.BatchRun``), runs of a live allocation (``live_runs.LiveRuns``), or one
+process, that of a command (``command_run.CommandRun``).
 """
 
 from __future__ import annotations
 
 import abc
 import asyncio
-import functools
-import os
-import shlex
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torchx_monarch.command.allocation_spec import parse_script
-from torchx_monarch.command.command import Command, CommandError, check, parse
-from torchx_monarch.command.torchrun_options import unused_options
 from torchx_monarch.controller import host_messages
-from torchx_monarch.controller.attempts import Attempts
-from torchx_monarch.controller.controller import Session
-from torchx_monarch.controller.elastic import HostGatherer
-from torchx_monarch.controller.hang_watch import HangWatch
+from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.hosts import JobHosts, JobOptions
-from torchx_monarch.controller.mesh_clients import MeshClients
-from torchx_monarch.controller.rank_clients import DebugSessions, HostQueries
 from torchx_monarch.controller.rendezvous import Rendezvous
+from torchx_monarch.host.follower import Follower
 from torchx_monarch.host.host import Host
-from torchx_monarch.host.preflight import take_facts
-from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
-from torchx_monarch.host.ranks.rank_output import RankLogs
-from torchx_monarch.host.ranks.rank_pool import RankPool
-from torchx_monarch.host.ranks.rank_starter import RankStarter
-from torchx_monarch.host.ranks.run_spec import RunSpec, env_number, with_interpreter
-from torchx_monarch.host.ranks.timers import ENABLED, FILE
-from torchx_monarch.host.ranks.zygote import Zygotes
-from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
-from torchx_monarch.host.worker_loops import RankRelay, WorkerLoops
-from torchx_monarch.insight.run_log import RunLog
-from torchx_monarch.model.env_names import BATCH_JOB, CREDENTIALS
-from torchx_monarch.model.world import LaunchError
-from torchx_monarch.system import safe_files
+from torchx_monarch.host.ranks.process_pool import ProcessPool
+from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.world import CommandError, LaunchError
+
+if TYPE_CHECKING:
+    from torchx_monarch.command.command import Command
+    from torchx_monarch.host.worker_loops import WorkerLoops
 
 _QUERIES = (
     host_messages.TakeStacks,
@@ -54,90 +36,78 @@ _QUERIES = (
 )
 
 
+class JobController(Protocol):
+    """What runs a job on replica 0."""
+
+    ends_role: bool
+    """Whether the result is that of the whole role; else of replica 0 alone, and the other hosts go on."""
+
+    async def run(self) -> JobResult:
+        """Run the job to its end and return its result."""
+
+
 class Workload(abc.ABC):
-    """The runs of a host; ``pool`` are the ranks of the present one.
+    """The workload of a host; ``pool`` has what runs at present.
 
     Attributes:
-        command: the torchrun or Python command that determines the number of hosts; None before ``parse``.
+        command: the torchrun or Python command that determines the number of hosts; None before ``parse``, and where
+            no ranks are run.
+        listens: whether replica 0 needs its listener even if it is the only host: what it runs comes from clients.
     """
 
     listens = False
-    """Whether replica 0 needs its listener even if it is the only host: what it runs comes from clients."""
 
-    def __init__(self, host: Host, early: ZygoteProcess | None = None) -> None:
+    def __init__(self, host: Host) -> None:
         self.command: Command | None = None
-        self.pool: RankPool | None = None
+        self.pool: ProcessPool | None = None
         self._host = host
-        self._zygotes = Zygotes(host.reporter.line, early)
-        self._recorders: FlightRecorders | None = None
+        self._network: HostNetwork | None = None
         self._loops: WorkerLoops | None = None
         self._has_printed = False
 
     @abc.abstractmethod
-    def parse(self) -> Command:
+    def parse(self) -> None:
         """Parse the role's command; raise ``CommandError`` if it is not valid."""
 
     @abc.abstractmethod
     async def start(self) -> int:
-        """Prepare for the ranks and return their number, while their zygote imports its modules.
+        """Prepare for the processes and return their number.
 
         Raises:
-            LaunchError: the zygote cannot be started, or the number is not known.
+            LaunchError: they cannot be started, or the number is not known.
         """
 
-    def first_log_attempt(self) -> int:
-        """Return the number of the first attempt's log folders."""
-        return 0
+    async def connect(self, network: HostNetwork) -> None:
+        """Prepare for worker loops, which start when a client attaches."""
+        self._network = network
+
+    @property
+    @abc.abstractmethod
+    def sizes(self) -> NodeRange:
+        """The number of hosts on which the job runs."""
+
+    @abc.abstractmethod
+    def controller(self, rendezvous: Rendezvous, network: HostNetwork) -> JobController:
+        """Return the controller of the job on replica 0, and serve its clients."""
+
+    def follower(self, network: HostNetwork) -> Follower:
+        """Return what takes part in the job on a host other than replica 0."""
+        return Follower(self._host, self, network)
 
     def close(self) -> None:
         """End the runs at the end of the host process, after the ranks."""
         if self.pool is not None:
             self.pool.close()
 
-    async def connect(self, network: HostNetwork) -> None:
-        """Prepare for worker loops, which start when a client attaches, and serve the ranks at a socket."""
-        self._loops = WorkerLoops(self._host, network)
-        await RankRelay(self._host, network).start()
-
-    def session(self, rendezvous: Rendezvous, network: HostNetwork, gatherer: HostGatherer, job: JobOptions) -> Session:
-        """Return the session in which the controller on replica 0 executes the runs, and serve its clients."""
-        host, reporter = self._host, self._host.reporter
-        hosts = JobHosts(job, rendezvous.requests, rendezvous.events, reporter, self.handle)
-        queries = HostQueries(hosts)
-        rendezvous.clients.update(stacks=queries.stacks, profile=queries.profile, samples=queries.samples)
-        rendezvous.clients["events"] = queries.events
-        hang_watch = HangWatch(hosts)
-        debug_command = f"torchx monarch debug {host.options.app} --role {host.options.role}"
-        rendezvous.clients.update(DebugSessions(debug_command, reporter.report, hang_watch.rest).clients)
-        host.connector = rendezvous.connect
-        session = self._session(rendezvous, hosts, functools.partial(Attempts, hosts, gatherer, hang_watch))
-        rendezvous.clients["attach"] = MeshClients(hosts, network, host.environ.get(CREDENTIALS, ""), session).serve
-        return session
-
-    def _session(self, rendezvous: Rendezvous, hosts: JobHosts, new_attempts: Callable[[], Attempts]) -> Session:
-        return Session(hosts, new_attempts)
-
-    # -- the ranks of a run --------------------------------------------------------------------------------------------
-
-    def _new_pool(self, run: RunSpec, log_dir: str | None, run_log: RunLog | None = None) -> None:
-        host = self._host
-        self._recorders = self._recorders or FlightRecorders(host.sockets)
-        logs = RankLogs(host.options.replica, host.hostname, log_dir, run, host.stdout, host.stderr, run_log)
-        started = run.with_leading() if host.options.leads else run
-        starter = RankStarter(started, self._zygotes, host.reporter.line)
-        says = (host.reporter.line, self._report_first_output)
-        self.pool = RankPool(logs, starter, self._recorders, host.attach_socket, *says)
+    async def stop(self, number: int) -> None:
+        """Send a signal to what runs, and SIGKILL after the grace period; return when all has ended."""
+        if self.pool is not None:
+            await self.pool.stop(number, self._host.grace)
 
     def _report_first_output(self) -> None:
         if self._host.options.replica == 0 and not (self.listens or self._has_printed):  # not that of a run
             self._has_printed = True
             self._host.reporter.phase("output", "first output")
-
-    def _start_timers(self, run: RunSpec, name: str = "timers") -> None:
-        """Serve torch's timers, if the environment of the ranks enables them."""
-        assert self.pool is not None
-        if run.command.kind == "torchrun" and run.environ.get(ENABLED) == "1":
-            self.pool.start_timers(run.environ.get(FILE) or os.path.join(self._host.sockets, name))
 
     # -- requests of the controller ------------------------------------------------------------------------------------
 
@@ -156,16 +126,8 @@ class Workload(abc.ABC):
 
     async def _execute(self, request: host_messages.Request[Any]) -> Any:
         pool = self.pool
-        assert pool is not None and self._loops is not None
+        assert pool is not None
         match request:
-            case host_messages.OpenStore():
-                return host_messages.StoreOpened(
-                    *await pool.serve_store(request.bind, request.advertised, request.hosts)
-                )
-            case host_messages.LaunchRanks():
-                pids = tuple(await pool.launch(request.world))
-                facts = await asyncio.to_thread(take_facts, pool.run, pool.starter.versions)
-                return host_messages.Launched(pids, pool.starter.imported, pool.starter.unshared, facts)
             case host_messages.WatchRanks():
                 await pool.watch()
                 return pool.exits()
@@ -176,95 +138,17 @@ class Workload(abc.ABC):
                 return await pool.stacks(request.rank, request.save_as)
             case host_messages.ProfileRanks():
                 return await pool.profile(request.ranks, request.seconds, request.idle)
-            case host_messages.ReadCollectives():
-                ranks = await pool.collectives()
-                longest = max((rank.longest_wait for rank in ranks), default=0.0)
-                return host_messages.CollectivesRead(longest, tuple(ranks) if request.details else ())
             case host_messages.SampleRanks():
                 return await pool.samples()
-            case host_messages.TakeFacts():
-                await pool.starter.importer()  # which the ranks wait for, too
-                return await asyncio.to_thread(take_facts, pool.run, pool.starter.versions)
             case host_messages.RunWorkerLoop():
-                return await self._loops.run(request.token)
+                return await self._worker_loops().run(request.token)
             case host_messages.GetWorkerLoop():
-                return await self._loops.get(request.token)
-        raise ValueError(f"no request of a batch job: {type(request).__name__}")
+                return await self._worker_loops().get(request.token)
+        raise ValueError(f"no request of this job: {type(request).__name__}")
 
+    def _worker_loops(self) -> WorkerLoops:
+        from torchx_monarch.host.worker_loops import WorkerLoops
 
-class BatchRun(Workload):
-    """The one run of a batch job on a host: its zygote starts with the host, and knows the program.
-
-    The script of a Monarch controller (``command.actors``) is a batch job whose only rank is on the first host.
-    """
-
-    def __init__(self, host: Host, early: ZygoteProcess | None = None) -> None:
-        super().__init__(host, early)
-        self._log_dir: str | None = None
-        self._restarts = 0
-        self._script: Command | None = None
-
-    def parse(self) -> Command:
-        host, options = self._host, self._host.options
-        command = parse(options.command, host.environ)
-        if command is None:
-            raise CommandError(f"not a torchrun or Python command: {shlex.join(options.command)}")
-        if command.kind == "actors":
-            command = self._script = parse_script(command, host.environ)
-            host.environ[BATCH_JOB] = "1"
-        check(command, replicas=options.world, role=options.role)
-        typed = command.interpreter
-        command = self.command = with_interpreter(command, options, host.environ, os.getcwd())
-        host.read_grace(command)
-        self._restarts = int(env_number(host.environ, "MONARCH_RESTART", 0))
-        if self._script is None or options.replica == 0:
-            check_script(command, os.getcwd())
-        if options.replica == 0:
-            if command.interpreter != typed:
-                host.reporter.line(f"the ranks' interpreter is {command.interpreter[0]}")
-            for line in unused_options(command.options, in_run=False):
-                host.reporter.line(line)
-        return command
-
-    async def start(self) -> int:
-        host, command = self._host, self.command
-        assert command is not None
-        run = RunSpec(command, host.environ, host.options.preload_modules, forks=host.options.forks_ranks)
-        self._log_dir = log_folder(command, host.log_dir, os.getcwd(), host.run_id(command))
-        self._new_pool(run, self._log_dir)
-        assert self.pool is not None
-        # A script runs on the first host alone; the others run actors.
-        nproc = await self.pool.start(run.nproc if self._script is None or host.options.replica == 0 else "0")
-        self._start_timers(run)
-        return nproc
-
-    def first_log_attempt(self) -> int:
-        """Return the number of the first attempt's log folders, after all that earlier starts may have used.
-
-        A start uses at most one for each attempt that it may make. This bound is unknown if a job can lose hosts, and
-        in a restarted container without MONARCH_RESTART; then the folders that exist show it.
-        """
-        options = self._host.options
-        max_restarts = self.command.options.max_restarts if self.command else 0
-        numbers = safe_files.numbered(self._log_dir, "attempt_") if self._log_dir else ()
-        return max(self._restarts * (1 + max_restarts + options.replacements), max(numbers, default=-1) + 1)
-
-
-def check_script(command: Command, cwd: str, hint: str = "") -> None:
-    """Raise ``CommandError`` if the script of a command, whose ranks start in ``cwd``, does not exist.
-
-    ``hint`` ends the message. The exit code is then 2, as for ``python nosuch.py``.
-    """
-    program = command.program_of(0)
-    path = os.path.join(cwd, program.target)
-    if program.mode == "script" and not os.path.exists(path):
-        raise CommandError(f"can't open file {path!r}: No such file or directory{hint}")
-
-
-def log_folder(command: Command, default: str, cwd: str, run_id: str) -> str | None:
-    """Return the folder of the ranks' logs; None for no files, as torchrun writes none with ``--log-dir /dev/null``."""
-    if command.options.log_dir == os.devnull:
-        return None
-    if command.options.log_dir:
-        return os.path.abspath(os.path.join(cwd, command.options.log_dir, run_id))
-    return default
+        assert self._network is not None
+        self._loops = self._loops or WorkerLoops(self._host, self._network)
+        return self._loops

@@ -36,6 +36,7 @@ class Reporter:
 
     Attributes:
         echo: also called with each line.
+        shows_phases: whether the ends of phases are lines, too; else events alone.
 
     Args:
         termination_log: path of the container's termination message (see ``write_result``); None for none.
@@ -52,6 +53,7 @@ class Reporter:
         self.rank_restarts = 0
         self._last = time.monotonic()
         self.echo: Callable[[str], None] | None = None
+        self.shows_phases = True
 
     def events(self) -> list[events.Event]:
         """Return the events so far; the file may be on a disk that is slow."""
@@ -76,7 +78,8 @@ class Reporter:
         """Report the end of a phase, with the seconds since the end of the previous phase."""
         now = time.monotonic()
         seconds, self._last = round(now - self._last, 3), now
-        self.line(f"{text} ({seconds:.2f} s)")
+        if self.shows_phases:
+            self.line(f"{text} ({seconds:.2f} s)")
         self._event(kind, text, seconds, fields)
 
     def report(self, kind: str, text: str, **fields: object) -> None:

@@ -14,6 +14,9 @@ CREDENTIALS = "MONARCH_CREDENTIALS"
 RANK0_HOST = "TORCHX_RANK0_HOST"
 """The variable with the host of the first role's replica 0 (TorchX's macro ``rank0_env``)."""
 
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The variable that names the network interface for ranks' connections by Gloo."""
+
 FOR_HOSTS = (
     "MONARCH_RENDEZVOUS",  # address of the rendezvous
     CREDENTIALS,

@@ -22,6 +22,7 @@ class Registration:
         code: exit code that belongs to ``error``.
         attempt: the last attempt in which it took part, under an earlier replica 0; -1 for none.
         machine: name of the machine on which the host's container runs; empty if ``hostname`` is that.
+        restarts: how often the backend has restarted it, as far as it knows.
     """
 
     replica: int
@@ -32,6 +33,7 @@ class Registration:
     code: int = 1
     attempt: int = -1
     machine: str = ""
+    restarts: int = 0
 
     @property
     def name(self) -> str:

@@ -24,7 +24,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +165,25 @@ def no_retry_reason(code: int, text: str | None) -> str:
     if code == os.EX_CONFIG:
         return f"exit code {code} (EX_CONFIG) asks for no restart"
     return HostResult.from_text(text).no_retry_reason
+
+
+def why_no_other_start(result: JobResult, retry_on: Collection[int]) -> str:
+    """Return why the hosts of a job must not be restarted, judged by the program's exit code; empty if they may be.
+
+    A failure of hosts or machines, without a program as its cause, never forbids a restart.
+    """
+    if result.cause is not None and not result.cause.pid:
+        return "the command cannot be started"
+    return forbidden_by(result.code, retry_on) if result.code and result.cause is not None else ""
+
+
+def forbidden_by(code: int, retry_on: Collection[int]) -> str:
+    """Return why a program that has ended with this exit code must not be started again; empty if it may be."""
+    if reason := no_retry_reason(code, None):
+        return reason
+    if retry_on and code not in retry_on:
+        return f"exit code {code} is not one of {', '.join(map(str, sorted(retry_on)))} (retry_on)"
+    return ""
 
 
 def signed(text: str, key: str) -> str:

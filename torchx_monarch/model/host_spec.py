@@ -128,7 +128,11 @@ class HostSpec:
 
     Attributes:
         replicas: how many replicas the role has, with the spare ones.
-        replacements: how many lost hosts the backend replaces while the job goes on.
+        workload: what it runs: the ranks of a torchrun or Python command, or any other command as its one process.
+        starts: when a command starts: at once, or when the hosts of all replicas are there, because all start again
+            when one has failed.
+        min_replicas: how many replicas a command needs, replica 0 among them; 0 for all.
+        replacements: how many lost hosts the backend replaces while the job goes on; of commands, how often each.
         rendezvous: where replica 0 listens: unix:PATH, tls:HOST:PORT or insecure-tcp:HOST:PORT. Empty:
             MONARCH_RENDEZVOUS, else a socket of this machine.
         peers: NAME=RENDEZVOUS of each role, separated by commas, for a script that uses the hosts of all of them.
@@ -159,6 +163,9 @@ class HostSpec:
     same_step_limit: int = _count(3)
     spares: int = _count(0)
     exclude_after: int = _count(3)
+    workload: str = _word("ranks", "command")
+    starts: str = _word("alone", "together")
+    min_replicas: int = _count(0)
     replacements: int = _count(0)
     rendezvous: str = _flag("")
     peers: str = _flag("")

@@ -55,9 +55,12 @@ def describe_shell_code(code: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RankExit:
-    """The exit of one rank.
+    """The exit of one rank, or of the command of a replica.
 
     Attributes:
+        rank: the rank; the replica of a command.
+        local_rank: the local rank; -1 for a command.
+        pid: process id; 0 for a command that could not be started.
         code: exit code, -n for death by signal n.
         time: when the process ended, in seconds since the epoch.
         stopped_at: when the host asked the rank to stop, in seconds since the epoch; None if it did not.
@@ -92,6 +95,11 @@ class RankExit:
     grouped: Seconds | None = None
     failure_reported_at: Seconds | None = None
     last_output: str = ""
+
+    @property
+    def is_command(self) -> bool:
+        """Whether it is that of a command, and not of a rank."""
+        return self.local_rank < 0
 
     @property
     def failed(self) -> bool:
@@ -161,10 +169,17 @@ class RankExit:
         where = f"local rank {self.local_rank} on {self.hostname}, pid {self.pid}"
         if self.hang:
             return f"hang: {one_line(self.hang)} ({where})"
+        who = f"rank {self.rank} ({where})"
+        if self.is_command:
+            who = f"the command of replica {self.rank} ({self.hostname}, pid {self.pid})"
         timer = f": its timer {self.timer!r} expired" if self.timer else ""
         memory = f": {self.out_of_memory}" if self.out_of_memory else ""
         message = f": {self._cause}" if self.message else self._output
-        return f"rank {self.rank} ({where}) {describe_code(self.code)}{timer}{memory}{message}"
+        return f"{who} {self._how}{timer}{memory}{message}"
+
+    @property
+    def _how(self) -> str:
+        return describe_code(self.code) if self.pid else "could not be started"
 
     @property
     def _output(self) -> str:
@@ -209,8 +224,9 @@ def describe_failure(exits: Collection[RankExit], cause: RankExit, world_size: i
     """
     if not (alike := failed_alike(exits, cause)):
         return cause.describe()
-    ranks = f"all {world_size} ranks" if len(alike) == world_size else f"{_ranks_in_words(alike)} of {world_size}"
-    return f"{ranks}: {cause._cause if cause.message else describe_code(cause.code) + cause._output}"
+    what = _noun(cause)
+    who = f"all {world_size} {what}s" if len(alike) == world_size else f"{_in_words(what, alike)} of {world_size}"
+    return f"{who}: {cause._cause if cause.message else cause._how + cause._output}"
 
 
 def failed_alike(exits: Collection[RankExit], cause: RankExit) -> list[int]:
@@ -232,15 +248,19 @@ def describe_others(exits: Collection[RankExit], cause: RankExit) -> list[str]:
         return []
     for rank_exit in sorted(exits, key=lambda rank_exit: rank_exit.rank):
         if rank_exit.failed and not rank_exit.is_collateral and rank_exit.rank != cause.rank:
-            how = describe_code(rank_exit.code) + (f": {rank_exit._cause}" if rank_exit.message else "")
+            how = rank_exit._how + (f": {rank_exit._cause}" if rank_exit.message else "")
             groups.setdefault(how, []).append(rank_exit.rank)
-    return [f"{_ranks_in_words(ranks)} {how}" for how, ranks in groups.items()]
+    return [f"{_in_words(_noun(cause), ranks)} {how}" for how, ranks in groups.items()]
 
 
-def _ranks_in_words(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ranks if len(ranks) <= _RANKS_SHOWN + 1 else ranks[:_RANKS_SHOWN]
-    if len(shown) < len(ranks):
-        return f"ranks {', '.join(map(str, shown))} and {len(ranks) - len(shown)} more"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+def _noun(cause: RankExit) -> str:
+    return "replica" if cause.is_command else "rank"
+
+
+def _in_words(noun: str, numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return f"{noun} {numbers[0]}"
+    shown = numbers if len(numbers) <= _RANKS_SHOWN + 1 else numbers[:_RANKS_SHOWN]
+    if len(shown) < len(numbers):
+        return f"{noun}s {', '.join(map(str, shown))} and {len(numbers) - len(shown)} more"
+    return f"{noun}s {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"

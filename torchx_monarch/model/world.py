@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ranks of one attempt, as the controller sends them to every host, and the error for ranks that do not start."""
+"""The ranks of one attempt, as the controller sends them to every host, and the errors for ranks that do not start."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+
+
+class CommandError(ValueError):
+    """A command is invalid or not supported; the message names the option, its value and the allowed values."""
 
 
 class LaunchError(Exception):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import selectors
 import signal
 import subprocess
@@ -156,7 +155,15 @@ class Replica:
             "MONARCH_STOP_FILE": self._stop_file,
         }
         try:
-            process = spawn(self._request.args, env, self._request.cwd)
+            process = processes.spawn(
+                self._request.args,
+                env,
+                self._request.cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                files=_given_files,
+            )
         except (OSError, ValueError) as e:  # ValueError: a null byte in an argument
             self.final = True
             self._ended(EXIT_NOT_STARTED, f"replica {self.name} could not be started: {e}{open_files.hint(e)}")
@@ -291,51 +298,3 @@ def stop(replicas: Iterable[Replica], grace: float, call_at: Callable[[float, Ca
         else:
             replica.terminate(hosts[pid])
             call_at(time.monotonic() + grace + (HOST_EXTRA if hosts[pid] else 0.0), replica.kill)
-
-
-def _find_program(name: str, path: str, cwd: str) -> str:
-    for folder in () if "/" in name else path.split(os.pathsep):
-        candidate = os.path.join(cwd, folder, name)
-        if os.path.isfile(candidate) and os.access(candidate, os.X_OK):
-            return candidate
-    own = os.path.join(cwd, name)
-    return own if os.path.exists(own) else name  # the error names what the user has typed
-
-
-def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> subprocess.Popen[bytes]:
-    """Start a process, and return when it runs its program. The caller reaps it.
-
-    It leads a new session, reads /dev/null, has default signals, and is killed when the calling thread ends.
-    """
-    program, parent = _find_program(argv[0], env.get("PATH", os.defpath), cwd), os.getpid()
-    # Block signals: a handler in the child would write to the wake-up pipe that it shares with its parent.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try:
-        process = subprocess.Popen(
-            argv,
-            bufsize=0,
-            executable=program,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=env,
-            cwd=cwd,
-            start_new_session=True,
-            close_fds=False,  # a batch system may give its tasks descriptors (PMI_FD); Python's own are not inheritable
-            preexec_fn=lambda: _set_up_child(parent),
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    process.returncode = 0  # without this, Popen would reap some of the caller's children
-    return process
-
-
-def _set_up_child(parent: int) -> None:
-    processes.die_with_parent(parent)
-    signal.set_wakeup_fd(-1)
-    # What the supervisor or the submitter's shell may ignore: a child inherits that.
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    if _given_files is not None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, _given_files)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -13,9 +13,10 @@ import ctypes
 import os
 import resource
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 #: The environment variable that marks every process of an app.
 MARKER = "MONARCH_JOB"
@@ -68,6 +69,63 @@ def die_with_parent(parent: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def spawn(
+    argv: Sequence[str], env: Mapping[str, str], cwd: str, files: tuple[int, int] | None = None, **streams: Any
+) -> subprocess.Popen[bytes]:
+    """Start a process, and return when it runs its program. The caller reaps it.
+
+    It leads a new session, has default signals, and is killed when the calling thread ends. The first word is looked up
+    on the PATH of ``env``, then in ``cwd``.
+
+    Args:
+        files: its limit on open files; None for that of this process.
+        streams: ``stdin``, ``stdout`` and ``stderr`` as for ``subprocess.Popen``.
+
+    Raises:
+        OSError: it cannot be started.
+        ValueError: a word contains a null byte.
+    """
+    program, parent = _find_program(argv[0], env.get("PATH", os.defpath), cwd), os.getpid()
+    # Block signals: a handler in the child would write to the wake-up pipe that it shares with its parent.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        process = subprocess.Popen(
+            argv,
+            bufsize=0,
+            executable=program,
+            env=env,
+            cwd=cwd,
+            start_new_session=True,
+            close_fds=False,  # a batch system may give its tasks descriptors (PMI_FD); Python's own are not inheritable
+            preexec_fn=lambda: _set_up_child(parent, files),
+            **streams,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    process.returncode = 0  # without this, Popen would reap some of the caller's children
+    return process
+
+
+def _find_program(name: str, path: str, cwd: str) -> str:
+    for folder in () if "/" in name else path.split(os.pathsep):
+        candidate = os.path.join(cwd, folder, name)
+        if os.path.isfile(candidate) and os.access(candidate, os.X_OK):
+            return candidate
+    own = os.path.join(cwd, name)
+    return own if os.path.exists(own) else name  # the error names what the user has typed
+
+
+def _set_up_child(parent: int, files: tuple[int, int] | None) -> None:
+    die_with_parent(parent)
+    signal.set_wakeup_fd(-1)
+    # What the supervisor or the submitter's shell may ignore: a child inherits that.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    if files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 class ProcessIdentity(NamedTuple):

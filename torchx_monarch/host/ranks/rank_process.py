@@ -11,10 +11,11 @@ import contextlib
 import dataclasses
 import os
 import signal
+import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,11 @@ def watch_child(pid: int, on_end: Callable[[int], None]) -> None:
 
 
 class RankProcess:
-    """Control the process of one rank. Its output pipes exist before the process.
+    """Control the process of one rank, or of a command. Its output pipes exist before the process.
+
+    Args:
+        on_first_output: called when it first prints, once for each of its streams.
+        started: a process that runs already; None for one that a zygote is to fork.
 
     Attributes:
         pid: 0 before ``begin``.
@@ -60,7 +65,7 @@ class RankProcess:
         stacks_lock: held by a request for stacks, from the first signal to the last read.
     """
 
-    def __init__(self, on_first_output: Callable[[], None]) -> None:
+    def __init__(self, on_first_output: Callable[[], None], started: subprocess.Popen[bytes] | None = None) -> None:
         self.pid = 0
         self.returncode: int | None = None
         self.ended = asyncio.Event()
@@ -75,14 +80,20 @@ class RankProcess:
             else:
                 self.stacks = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
             unfinished.callback(self.stacks.close)
-            stdout, out = os.pipe()
-            for end in (stdout, out):
-                unfinished.callback(os.close, end)
-            stderr, err = os.pipe()
+            self._write_ends: tuple[int, ...] = ()
+            if started is None:
+                stdout, out = os.pipe()
+                for end in (stdout, out):
+                    unfinished.callback(os.close, end)
+                stderr, err = os.pipe()
+                self._write_ends = out, err
+                pipes: Sequence[Any] = os.fdopen(stdout, "rb", 0), os.fdopen(stderr, "rb", 0)
+            else:
+                pipes = started.stdout, started.stderr
             unfinished.pop_all()
-        self._write_ends: tuple[int, ...] = (out, err)
-        self.stdout = OutputPipe(os.fdopen(stdout, "rb", 0), on_first_output)
-        self.stderr = OutputPipe(os.fdopen(stderr, "rb", 0), on_first_output)
+        self.stdout, self.stderr = (OutputPipe(pipe, on_first_output) for pipe in pipes)
+        if started is not None:
+            self.begin(started.pid)
 
     @property
     def given(self) -> tuple[int, ...]:
@@ -161,7 +172,7 @@ class RankProcess:
 
 @dataclasses.dataclass
 class Rank:
-    """One rank of an attempt; ``directory`` is that of its logs and error file, None for no files.
+    """One rank of an attempt, or a command. ``directory`` is that of its logs, None for no files.
 
     Times are seconds since the epoch. ``stopped_at`` is when it was decided to stop the rank, which may be some time
     before ``is_signalled``.
@@ -172,6 +183,7 @@ class Rank:
     local_rank: int
     directory: Path | None
     attempt: int = 0
+    error_file: str = ""
     started: float = dataclasses.field(default_factory=time.time)
     stopped_at: float | None = None
     is_signalled: bool = False

@@ -37,7 +37,7 @@ _STATES = {"D": "uninterruptible", "T": "stopped", "t": "stopped", "Z": "zombie"
 
 
 async def take_samples(
-    ranks: Sequence[Rank], replica: int, hostname: str, marker: str, recorders: FlightRecorders
+    ranks: Sequence[Rank], replica: int, hostname: str, marker: str, recorders: FlightRecorders | None
 ) -> list[RankSample]:
     """Return a sample of each rank, also of those that have ended. Nothing is measured between two calls."""
     running = [rank.process.pid for rank in ranks if rank.is_running]
@@ -51,10 +51,10 @@ async def take_samples(
             for rank in ranks
         ]
 
-    asking = asyncio.ensure_future(recorders.status(running, _TIMEOUT))
+    asking = None if recorders is None else asyncio.ensure_future(recorders.status(running, _TIMEOUT))
     # In a thread: NVIDIA's driver may take a while, and so may /proc and the disk.
     samples = await asyncio.to_thread(measure)
-    statuses = await asking
+    statuses = {} if asking is None else await asking
     for place, sample in enumerate(samples):
         shortened = tuple(_shortened(number, group) for number, group in enumerate(statuses.get(sample.pid, ())))
         samples[place] = dataclasses.replace(sample, groups=shortened)

@@ -21,9 +21,6 @@ from torchx_monarch.model.env_names import is_for_hosts, keep_monarch_log_privat
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.world import World
 
-INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The variable that names the network interface for ranks' connections by Gloo."""
-
 _READ_EARLY = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "TORCH", "PYTORCH", "NPY_", "NUMPY_")
 """Prefixes of variables that a zygote and its modules read before a run, beside those of ``is_read_at_import``: a run
 that changes one of them needs another zygote."""

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The controller of a role of commands, on replica 0: each host runs the command of its replica as one process.
+
+The hosts stay until all commands have succeeded. What a failure ends follows from the retry policy of the role:
+
+- Under APPLICATION and ROLE it ends all commands. Where all are to start again (``HostSpec.starts``), commands start
+  when all hosts are there, so that none runs beside one of the start before; else each starts with its host.
+- Under REPLICA, and where the role does not need all replicas, the host of a command that has failed leaves alone, and
+  its replacement registers. The other commands go on, also when replica 0 is replaced: they register with the new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from torchx_monarch.controller.elastic import listed
+from torchx_monarch.controller.host_events import HostEvent, HostLost, HostPreempted, Interrupted, StopRequested
+from torchx_monarch.controller.host_messages import AnswerT, Exits, HostError, LaunchRanks, Request, WatchRanks
+from torchx_monarch.controller.hosts import JobHosts
+from torchx_monarch.controller.rendezvous import Rendezvous
+from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.model.job_result import (
+    EARLY_FAILURES_WITHIN,
+    JobResult,
+    RankExit,
+    describe_failure,
+    describe_others,
+    root_cause,
+    shell_code,
+)
+from torchx_monarch.model.world import World
+
+
+class CommandController:
+    """Follow the commands of a role to its end.
+
+    Attributes:
+        ends_role: whether the result is that of the role; else of replica 0 alone, and the other commands go on.
+    """
+
+    ends_with_mesh = False
+    in_use: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+    def __init__(self, rendezvous: Rendezvous, hosts: JobHosts) -> None:
+        self.ends_role = True
+        self._spec = hosts.options.spec
+        self._rendezvous = rendezvous
+        self._registry = rendezvous.hosts
+        self._hosts = hosts
+        self._events = hosts.events
+        self._reporter = hosts.reporter
+        self._clock = asyncio.get_running_loop().time
+        self._watched: dict[int, tuple[Registration, asyncio.Task[None]]] = {}
+        self._pids: dict[int, tuple[int, ...]] = {}
+        self._exits: dict[int, RankExit] = {}
+        """How commands of the present hosts have ended, by replica."""
+        self._failures: list[RankExit] = []
+        """The failures among them that are not settled yet."""
+        self._spared: set[int] = set()
+        """The replicas that have failed for good, and that the role does not need."""
+        self._deadline = self._clock() + self._spec.host_timeout if self._spec.starts == "together" else None
+        """When the role does without replicas that have never arrived; None for no such time."""
+        self._waited_for = self._deadline
+        self._is_late = False
+        self._has_started = False
+
+    async def run(self) -> JobResult:
+        """Follow the commands to the end of the role, or of replica 0 alone, and return the result."""
+        result = None
+        while result is None:
+            self._watch_new_hosts()
+            deadline = self._waited_for = self._deadline
+            left = None if deadline is None else max(0.0, deadline - self._clock())
+            try:
+                await self._events.interrupt(self._registry.until(self._has_news, left))
+                result = await self._settle()
+            except Interrupted as interruption:
+                result = await self._handle(interruption.event)
+        for replica in list(self._watched):
+            self._forget(replica)
+        return result
+
+    # -- the commands --------------------------------------------------------------------------------------------------
+
+    @property
+    def _waits_for_all(self) -> bool:
+        return self._spec.starts == "together" and not self._watched and bool(self._registry.missing)
+
+    def _has_news(self) -> bool:
+        are_new = self._registry.present != len(self._watched) and not self._waits_for_all
+        return bool(self._failures) or are_new or self._deadline != self._waited_for or self._are_done()
+
+    def _are_done(self) -> bool:
+        expected = len(self._watched) if self._is_late else self._spec.replicas - len(self._spared)
+        return 0 < expected <= len(self._exits) - len(self._failures)
+
+    def _watch_new_hosts(self) -> None:
+        if self._waits_for_all:
+            return
+        hosts = self._registry.able
+        new = [host for host in hosts if host.replica not in self._watched]
+        if not new:
+            return
+        self._hosts.form(hosts)
+        if not self._registry.missing:
+            self._registry.members = hosts
+        if self._spec.starts == "together":
+            self._deadline = None
+        for host in new:
+            self._watched[host.replica] = host, asyncio.ensure_future(self._watch(host))
+
+    def _forget(self, replica: int) -> None:
+        """Forget the command of a host that leaves."""
+        self._exits.pop(replica, None)
+        self._failures = [failure for failure in self._failures if failure.replica != replica]
+        if replica in self._watched:
+            self._watched.pop(replica)[1].cancel()
+
+    async def _watch(self, host: Registration) -> None:
+        """Start the command of a host unless it runs, and wait for its end. The loss of the host is an event."""
+        replica = host.replica
+        with contextlib.suppress(HostError):
+            world = World(0, 0, 0, (replica,), (1,), "", 0, False, self._hosts.options.run_id)
+            self._pids[replica] = (await self._ask(LaunchRanks(world), host)).pids
+            self._report_start()
+            for ended in await self._ask(WatchRanks(), host):
+                if ended.stopped_at is None or ended.failed:  # else its host reports why it has stopped it
+                    self._exits[replica] = ended
+                    self._failures += [ended] if ended.code else []
+                    if replica == 0 and self._registry.expected:
+                        self._deadline = self._clock() + self._spec.host_timeout
+            self._registry.notify()
+
+    async def _ask(self, request: Request[AnswerT], host: Registration) -> AnswerT:
+        with self._hosts.call(request, hosts=[host]) as call:
+            _, answer = await call.next()
+        if isinstance(answer, HostError):
+            raise answer
+        return answer
+
+    def _report_start(self) -> None:
+        """Report, once, that the commands of all replicas have started."""
+        if self._has_started or len(self._pids) < self._spec.replicas:
+            return
+        self._has_started = True
+        hosts = [self._watched[replica][0] for replica in sorted(self._watched)]
+        names = [host.hostname for host in hosts]
+        self._reporter.phase("hosts", f"hosts {len(hosts)}/{len(hosts)}", count=len(hosts), hosts=names)
+        shown = [
+            {"replica": host.replica, "name": host.hostname, "first_rank": host.replica, "pids": pids}
+            for host in hosts
+            if (pids := self._pids.get(host.replica))
+        ]
+        self._reporter.phase("ranks", f"commands {len(hosts)}/{len(hosts)}", attempt=0, log_attempt=0, hosts=shown)
+
+    # -- their ends ----------------------------------------------------------------------------------------------------
+
+    async def _settle(self) -> JobResult | None:
+        """Return the result of the role if the ends of commands decide it, or the time for their start has passed."""
+        if self._deadline is not None and self._clock() >= self._deadline:
+            self._is_late, self._deadline = True, None
+            if not self._watched:
+                missing = f"replica {listed(self._registry.missing)}"
+                return JobResult(1, f"{missing} did not arrive within {self._spec.host_timeout:g} s (--host-timeout)")
+        while self._failures:
+            failure = self._failures.pop(0)
+            result = JobResult(shell_code(failure.code), failure.describe(), failure)
+            if not await self._spare(failure.replica, result):
+                return await self._end(failure)
+        if not self._are_done():
+            return None
+        self._record_exits(None)
+        count = len(self._exits)
+        return JobResult(0, f"all {count} commands ended with code 0" if count > 1 else "the command ended with code 0")
+
+    async def _spare(self, replica: int, result: JobResult) -> bool:
+        """Have the host of a replica that has failed, or is preempted, leave alone; return False if all must end."""
+        if not self._goes_on_without(replica):
+            return False
+        self._reporter.line(f"{result.reason}; the other commands go on")
+        self._forget(replica)
+        await self._rendezvous.dismiss(replica, result)
+        return True
+
+    def _goes_on_without(self, replica: int) -> bool:
+        """Return whether the others go on without a replica, which its backend replaces, or the role does not need."""
+        spec = self._spec
+        if replica == 0:
+            return False
+        if self._is_replaced(replica):
+            return True
+        if not spec.min_replicas or spec.replicas - len(self._spared | {replica}) < spec.min_replicas:
+            return False
+        self._spared.add(replica)
+        return True
+
+    def _is_replaced(self, replica: int) -> bool:
+        """Return whether the backend replaces a replica that leaves now, while the others go on."""
+        restarts = self._watched[replica][0].restarts if replica in self._watched else 0
+        return restarts < self._spec.replacements
+
+    async def _end(self, failure: RankExit) -> JobResult:
+        """End the role after a failure, or replica 0 alone, and return the result."""
+        replica, replicas = failure.replica, self._spec.replicas
+        self.ends_role = replica != 0 or not self._is_replaced(0)
+        if self.ends_role:
+            # A wrong option ends all commands within moments.
+            await asyncio.wait([task for _, task in self._watched.values()], timeout=EARLY_FAILURES_WITHIN)
+            await self._stop(signal.SIGTERM)
+        cause = root_cause(self._exits.values()) if self.ends_role else failure
+        cause = cause or failure
+        exits = list(self._exits.values()) if self.ends_role else [failure]
+        reason = describe_failure(exits, cause, replicas)
+        self._reporter.record("failure", reason, rank=cause.rank, failed_at=cause.failed_at)
+        for line in describe_others(exits, cause):
+            self._reporter.line(f"also: {line}")
+        self._record_exits(cause)
+        return JobResult(shell_code(cause.code), reason, cause)
+
+    async def _handle(self, event: HostEvent) -> JobResult | None:
+        """Settle an event; return the result if it ends the role or replica 0, None if the commands go on."""
+        self._events.settle_all(lambda pending: pending is event)
+        leaves = isinstance(event, (HostLost, HostPreempted))
+        if leaves and await self._spare(event.replica, event.result):
+            return None
+        wanted = isinstance(event, StopRequested) and event.result.stopped
+        self._reporter.report("stop" if wanted else event.KIND, event.result.reason, replica=event.replica)
+        self.ends_role = not (leaves and event.replica == 0 and self._is_replaced(0))
+        if self.ends_role:
+            self._hosts.running.discard(event.replica if isinstance(event, HostLost) else -1)
+            await self._stop(event.signal)
+        self._record_exits(None)
+        return event.result
+
+    async def _stop(self, number: int) -> None:
+        """Stop the commands of all hosts, and put off hosts that are started again until replica 0 is."""
+
+        def add(exits: Exits) -> None:
+            self._exits.update({ended.replica: ended for ended in exits})
+
+        self._rendezvous.end()
+        await self._hosts.stop(number, self._hosts.options.grace, add)
+
+    def _record_exits(self, cause: RankExit | None) -> None:
+        shown = [
+            {
+                "rank": ended.rank,
+                "code": ended.code,
+                "started": ended.started,
+                "ended": ended.time,
+                "secondary": ended.code != 0 and not ended.failed and ended is not cause,
+            }
+            for _, ended in sorted(self._exits.items())
+        ]
+        self._reporter.record("attempt_end", "the commands have ended", attempt=0, exits=shown)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A command that runs no ranks, as the workload of a host: the one process of its replica."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+from typing import Any
+
+from torchx_monarch.controller import host_messages
+from torchx_monarch.controller.commands import CommandController
+from torchx_monarch.controller.elastic import NodeRange
+from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.hosts import JobHosts, JobOptions
+from torchx_monarch.controller.rendezvous import Peer, Rendezvous, RendezvousError
+from torchx_monarch.controller.rendezvous_client import RendezvousClient
+from torchx_monarch.host.command_process import StartedCommand, command_environ, start_command
+from torchx_monarch.host.follower import Follower
+from torchx_monarch.host.host import Host
+from torchx_monarch.host.ranks.process_pool import ProcessPool
+from torchx_monarch.host.ranks.rank_process import Rank, RankProcess
+from torchx_monarch.host.workload import Workload
+from torchx_monarch.model.env_names import CREDENTIALS
+from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.model.job_result import JobResult, RankExit, shell_code
+from torchx_monarch.model.world import LaunchError
+from torchx_monarch.system import processes
+
+_LAST_OUTPUT = 0.2
+"""Seconds for the last output of a command that has ended."""
+
+
+class CommandProcess(RankProcess):
+    """The process of a command."""
+
+    def kill(self, number: int) -> None:
+        super().kill(number)
+        if number != signal.SIGKILL:  # a stopped process handles no other signal
+            super().kill(signal.SIGCONT)
+
+
+class CommandPool(ProcessPool):
+    """The process of a command, or the failure to start it."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host.options.replica, host.hostname, host.environ.get(processes.MARKER, ""))
+        self._failure: RankExit | None = None
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the command has been started, or could not be."""
+        return self._failure is not None or bool(self.ranks)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(rank.process.pid for rank in self.ranks)
+
+    def add(self, started: StartedCommand, process: CommandProcess | None, error_file: str) -> None:
+        """Take on a command that has been started, and its process."""
+        replica, when = self._replica, started.started
+        if process is not None:
+            self.ranks = [Rank(process, replica, -1, None, 0, error_file, started=when)]
+            return
+        error = {"message": started.failure}
+        self._failure = RankExit(replica, -1, replica, self._hostname, 0, started.code, when, error=error, started=when)
+
+    def check_start(self) -> None:
+        """Raise ``LaunchError`` if the command was stopped before it has started."""
+        if self._stops:
+            raise LaunchError("the command was stopped before it was started")
+
+    async def watch(self) -> None:
+        for rank in self.ranks:
+            await rank.process.ended.wait()
+            ends = [asyncio.ensure_future(output.ended.wait()) for output in (rank.process.stdout, rank.process.stderr)]
+            await asyncio.wait(ends, timeout=_LAST_OUTPUT)
+            for end in ends:
+                end.cancel()
+
+    def exits(self) -> list[RankExit]:
+        return [self._failure] if self._failure is not None else super().exits()
+
+
+class CommandRun(Workload):
+    """Run the command of a role, which has no ranks; ``started`` is its process if that runs already."""
+
+    def __init__(self, host: Host, started: StartedCommand | None) -> None:
+        super().__init__(host)
+        self.pool: CommandPool = CommandPool(host)
+        self._started = started
+        self._environ = command_environ(host.environ)
+        host.reporter.shows_phases = False  # the output of a command is its own
+        self._files = processes.raise_file_limit()
+
+    def parse(self) -> None:
+        """Accept any command."""
+
+    async def start(self) -> int:
+        if self._started is not None or self._host.options.starts == "alone":
+            self._launch()
+        return 1
+
+    def _launch(self) -> None:
+        host = self._host
+        started = self._started or start_command(host.options.command, self._environ, self._files)
+        process = None
+        if started.process is not None:
+            process = CommandProcess(self._report_first_output, started.process)
+            for output, console in ((process.stdout, host.stdout), (process.stderr, host.stderr)):
+                output.assign(None, console, "")
+            process.release()
+        self.pool.add(started, process, self._environ.get("TORCHELASTIC_ERROR_FILE", ""))
+
+    @property
+    def sizes(self) -> NodeRange:
+        options = self._host.options
+        return NodeRange(options.min_replicas or options.replicas, options.replicas, options.host_timeout)
+
+    def controller(self, rendezvous: Rendezvous, network: HostNetwork) -> CommandController:
+        host = self._host
+        options = JobOptions(host.options, self.sizes, host.options.app, host.grace)
+        hosts = JobHosts(options, rendezvous.requests, rendezvous.events, host.reporter, self.handle)
+        host.connector = rendezvous.connect
+        controller = CommandController(rendezvous, hosts)
+
+        async def answer(peer: Peer) -> None:
+            from torchx_monarch.controller.rank_clients import HostQueries
+
+            await getattr(HostQueries(hosts), str(peer.greeting["type"]))(peer)
+
+        async def attach(peer: Peer) -> None:
+            from torchx_monarch.controller.mesh_clients import MeshClients
+
+            await MeshClients(hosts, network, host.environ.get(CREDENTIALS, ""), controller).serve(peer)
+
+        rendezvous.clients.update(stacks=answer, profile=answer, samples=answer, events=answer, attach=attach)
+        return controller
+
+    def follower(self, network: HostNetwork) -> Follower:
+        kind = Follower if self._host.options.starts == "together" else CommandFollower
+        return kind(self._host, self, network)
+
+    async def _execute(self, request: host_messages.Request[Any]) -> Any:
+        if isinstance(request, host_messages.LaunchRanks):
+            if not self.pool.has_started:
+                self.pool.check_start()
+                self._launch()
+            return host_messages.Launched(self.pool.pids)
+        return await super()._execute(request)
+
+
+class CommandFollower(Follower):
+    """Take part with a command that runs already, whether or not replica 0 is there.
+
+    Where all end together, the loss of replica 0 ends it; else the host registers with another replica 0. A host that
+    meets no replica 0 within ``host_timeout`` seconds of the end of its command has the result of that command.
+    """
+
+    def __init__(self, host: Host, run: CommandRun, network: HostNetwork) -> None:
+        super().__init__(host, run, network)
+        self._pool = run.pool
+
+    async def run(self, registration: Registration) -> JobResult:
+        host, options = self._host, self._host.options
+        ends_alone = options.replacements > registration.restarts
+        while True:
+            client = await self._meet(registration, ends_alone)
+            if client is None:
+                return self._own_result()
+            host.report = client.report
+            result = await client.result(self._workload.handle)
+            host.report = None
+            if result is not None:
+                return result
+            lost = JobResult(1, client.lost or f"{host.name} lost replica 0", consequence=True, replica=0)
+            if not options.replacements:
+                host.reporter.line(lost.reason)
+                return lost
+
+    async def _meet(self, registration: Registration, ends_alone: bool) -> RendezvousClient | None:
+        """Register with replica 0; return None if it is not met until the command has ended and long enough after."""
+        joining = asyncio.ensure_future(self._join(registration, math.inf, "replica 0"))
+        ending = asyncio.ensure_future(self._patience(ends_alone))
+        try:
+            await asyncio.wait([joining, ending], return_when=asyncio.FIRST_COMPLETED)
+            if joining.done():
+                return joining.result()
+        except RendezvousError as error:
+            self._host.reporter.line(f"host {registration.replica}: {error}; its command goes on")
+            await self._pool.watch()
+        finally:
+            joining.cancel()
+            ending.cancel()
+        return None
+
+    async def _patience(self, ends_alone: bool) -> None:
+        await self._pool.watch()
+        if not (ends_alone and self._own_result().code):
+            await asyncio.sleep(self._host.options.host_timeout)
+
+    def _own_result(self) -> JobResult:
+        (ended,) = self._pool.exits()
+        if not ended.code:
+            return JobResult(0, "the command ended with code 0")
+        return JobResult(shell_code(ended.code), ended.describe(), ended)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Watch and stop the processes of a run on one host, with exact exit codes: its ranks, or the process of a command.
+
+What only clients ask for is imported when they do: a host process of a command is to cost little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import os
+import signal
+import time
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
+from torchx_monarch.host.ranks.rank_process import Rank, end_orphans
+from torchx_monarch.model.job_result import EARLY_FAILURES_WITHIN, RankExit
+from torchx_monarch.system import error_files
+from torchx_monarch.system.untrusted_text import one_line
+from torchx_monarch.transport import messages
+
+if TYPE_CHECKING:
+    from torchx_monarch.host.ranks.rank_stacks import RankStacks
+    from torchx_monarch.insight.profile import RankProfile
+    from torchx_monarch.insight.rank_sample import RankSample
+    from torchx_monarch.insight.stacks import ProcessStacks
+
+_STACKS_TIMEOUT = 3.0
+"""Seconds for the processes of a rank to write their stacks, when a client asks for them."""
+
+_MAX_LINE = 300
+"""Characters of a rank's last output in its exit."""
+
+
+class ProcessPool:
+    """Watch and stop the processes of a run on one host.
+
+    Attributes:
+        attempt: number of the last attempt that was launched; -1 for none.
+        ranks: the processes of that attempt.
+
+    Args:
+        marker: the value of ``processes.MARKER`` in their environment.
+    """
+
+    def __init__(self, replica: int, hostname: str, marker: str) -> None:
+        self.attempt = -1
+        self.ranks: list[Rank] = []
+        self._replica = replica
+        self._hostname = hostname
+        self._marker = marker
+        self._stops = 0
+        self._memory = OutOfMemory()
+        self._clearing = asyncio.Lock()
+
+    def close(self) -> None:
+        """Release what the pool holds; its processes run on."""
+
+    async def watch(self) -> None:
+        """Show the output, and wait until a process has failed or all have ended; then send SIGTERM to the others.
+
+        After an early failure (``RankExit.is_early``) the others have a moment to fail as well.
+
+        The controller calls this after its progress line about the launch, which thus precedes the output.
+        """
+        ranks = self.ranks
+        for rank in ranks:
+            rank.process.release()
+        running = {asyncio.ensure_future(rank.process.ended.wait()): rank for rank in ranks}
+        while running:
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            ended = [running.pop(task) for task in done]
+            if failed := [rank for rank in ended if rank.process.returncode != 0]:
+                if running and all(self._exit_of(rank).is_early for rank in failed):
+                    await asyncio.wait(running, timeout=EARLY_FAILURES_WITHIN)
+                for task in running:
+                    task.cancel()
+                # The controller then stops those of the other hosts, and waits for all.
+                await self._stop_running(ranks, signal.SIGTERM)
+                return
+        await self._clear_up(ranks)
+
+    async def stop(self, number: int, grace: float) -> None:
+        """Send a signal to every process, and SIGKILL after ``grace`` seconds; return when all have ended.
+
+        End all processes that they have started. One that is already shutting down gets SIGKILL only. Without
+        processes nothing happens.
+        """
+        ranks = self.ranks
+        self._stops += 1
+        if not ranks:
+            return
+        for rank in ranks:
+            rank.process.release()
+        left = await self._stop_running(ranks, number)
+        if left:
+            ends = [asyncio.ensure_future(rank.process.ended.wait()) for rank in left]
+            await asyncio.wait(ends, timeout=grace)
+        if number != signal.SIGKILL:
+            await self._write_evidence(left, signal.SIGKILL)  # where they are at the end of the grace period
+        for rank in left:
+            if rank.is_running:
+                rank.process.kill(signal.SIGKILL)
+        await self._clear_up(ranks)
+
+    def notify(self, number: int) -> None:
+        """Send a signal to the processes but not to their process groups; they do not count as stopped."""
+        for rank in self.ranks:
+            if rank.is_running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, number)
+
+    def exits(self) -> list[RankExit]:
+        """Return the exits of the processes of this attempt that have ended."""
+        return [self._exit_of(rank) for rank in self.ranks if not rank.is_running]
+
+    # -- what clients ask for ------------------------------------------------------------------------------------------
+
+    async def stacks(self, rank: int | None, save_as: str = "") -> list[ProcessStacks]:
+        """Return the stacks of what runs now, and of the processes that it has started: ``TakeStacks``."""
+        ranks = [own_rank for own_rank in self.ranks if rank in (None, own_rank.rank)]
+        taken = await self._stacks.take(ranks, _STACKS_TIMEOUT)
+        if save_as and ranks and ranks[0].directory is not None:
+            self._stacks.add(ranks[0].directory.parent, taken, save_as)
+        return taken
+
+    async def profile(self, ranks: Collection[int], seconds: float, idle: bool) -> list[RankProfile]:
+        """Return profiles of the ranks that run now, of those with these global ranks if any are given."""
+        from torchx_monarch.host.ranks.rank_profiles import profile
+
+        chosen = [rank for rank in self.ranks if not ranks or rank.rank in ranks]
+        return await profile(chosen, self._replica, seconds, idle)
+
+    async def samples(self) -> list[RankSample]:
+        """Return a sample of each rank of the attempt."""
+        from torchx_monarch.host.ranks.rank_samples import take_samples
+
+        return await take_samples(self.ranks, self._replica, self._hostname, self._marker, None)
+
+    @functools.cached_property
+    def _stacks(self) -> RankStacks:
+        from torchx_monarch.host.ranks.rank_stacks import RankStacks
+
+        return RankStacks(self._replica, self._hostname, self._marker)
+
+    # -- ends ----------------------------------------------------------------------------------------------------------
+
+    async def _stop_running(self, ranks: Sequence[Rank], number: int) -> list[Rank]:
+        """Signal what still runs, each once unless by SIGKILL; return all that still runs.
+
+        Evidence is written before. What a rank does meanwhile, it does after the decision to stop it.
+        """
+        left = [rank for rank in ranks if rank.is_running]
+        signalled = [rank for rank in left if not rank.is_signalled or number == signal.SIGKILL]
+        for rank in signalled:
+            rank.stopped_at = rank.stopped_at or time.time()
+        await self._write_evidence(signalled, number)
+        for rank in signalled:
+            if rank.is_running and (not rank.is_signalled or number == signal.SIGKILL):
+                rank.is_signalled = True
+                rank.process.kill(number)
+        return [rank for rank in left if rank.is_running]
+
+    async def _write_evidence(self, ranks: Sequence[Rank], number: int) -> None:
+        """Write what explains where processes are, before they get a signal."""
+
+    def _keeps(self) -> Collection[int]:
+        """Return the processes, beside those of ``ranks``, that are no orphans."""
+        return ()
+
+    async def _clear_up(self, ranks: Sequence[Rank]) -> None:
+        """End the processes that the ranks, which have ended, have left behind, and read all output to its end."""
+        for rank in ranks:
+            await rank.process.cleared.wait()
+        async with self._clearing:
+            if ranks is self.ranks:  # otherwise a new attempt has started
+                # Ranks of other hosts may still be shutting down and need the store.
+                await end_orphans(self._marker, self._keeps())
+            for rank in ranks:
+                await rank.process.drain()
+
+    def _reported(self, rank: Rank) -> dict[str, Any]:
+        """Return the fields of a rank's exit that the rank has reported."""
+        return {}
+
+    def _failure_code(self, pid: int) -> int:
+        """Return the exit code with which a program was about to end that has failed."""
+        return 1
+
+    def _exit_of(self, rank: Rank) -> RankExit:
+        error: dict[str, Any] | None = None
+        if rank.error_file:
+            try:
+                # All exits of a host must fit into one message.
+                limit = min(error_files.TRACEBACK_BYTES, messages.MAX_LINE // (4 * len(self.ranks)))
+                error = error_files.read(rank.error_file, limit)
+            except error_files.UnreadableError as unreadable:
+                error = {"message": f"its error file is unreadable: {unreadable}"}
+        process = rank.process
+        assert process.returncode is not None
+        last_line = b""
+        if error is None and process.returncode > 0:
+            last_line = process.stderr.last_line or process.stdout.last_line
+        killed = process.returncode == -signal.SIGKILL and rank.stopped_at is None
+        exit = RankExit(
+            rank=rank.rank,
+            local_rank=rank.local_rank,
+            replica=self._replica,
+            hostname=self._hostname,
+            pid=process.pid,
+            code=process.returncode,
+            time=process.ended_at,
+            stopped_at=rank.stopped_at,
+            stderr_path=str(rank.directory / "stderr.log") if rank.directory else "",
+            error=error,
+            started=rank.started,
+            out_of_memory=self._memory.evidence() if killed else "",
+            last_output=one_line(last_line.decode(errors="replace"), _MAX_LINE),
+            **self._reported(rank),
+        )
+        if exit.failed and rank.stopped_at is not None and exit.code < 0:
+            # The signal hit an interpreter that was exiting; after an exception, its exit code would have been 1.
+            return dataclasses.replace(exit, code=self._failure_code(process.pid))
+        return exit
