@@ -151,7 +151,7 @@ def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
     message = status.message if ended is None else ended.cause
     failure = status.last_failure if status.last_failure and status.last_failure.message not in message else None
     live = [] if status.live is None else [*_live(status.live, now)]
-    title = "command of {}: " if len(status.roles) > 1 else "command"
+    command = "command of {}: " if len(status.roles) > 1 else "command"
     found = [
         ("cause" if ended is not None and status.state == State.FAILED else "message", one_line(message)),
         ("raised", raised_at(ended.traceback) if ended is not None else ""),
@@ -174,7 +174,7 @@ def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
         *live,
         ("logs", one_line(status.log_folder or "")),
     ]
-    found += [(title.format(role.role), role.command) for role in status.roles]
+    found += [(command.format(role.role), role.command) for role in status.roles]
     if ended is not None:
         found += [("next", one_line(ended.next[0]))]
         found += [("next", f"torchx monarch report {one_line(status.handle)} -o job.html")]

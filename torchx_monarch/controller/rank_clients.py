@@ -74,7 +74,7 @@ class HostQueries:
 
     async def events(self, peer: Peer) -> None:
         """Send the events of the role, each in a message, and ``end``."""
-        for event in await asyncio.to_thread(self._hosts.reporter.events):
+        for event in await asyncio.to_thread(self._hosts.reporter.read_events):
             with contextlib.suppress(messages.ProtocolError):  # longer than a message may be: a rank has written it
                 await peer.send({"type": "events", "events": [event]})
         await peer.send({"type": "end"})

@@ -55,7 +55,7 @@ class Reporter:
         self.echo: Callable[[str], None] | None = None
         self.shows_phases = True
 
-    def events(self) -> list[events.Event]:
+    def read_events(self) -> list[events.Event]:
         """Return the events so far; the file may be on a disk that is slow."""
         return events.read(self._events_path)[0] if self._events_path else []
 
