@@ -38,10 +38,12 @@ STRINGS = {
 }
 
 OWN = {
-    "here": ["torchrun", "p.py"],
-    "cd": ["sh", "-c", "cd . && torchrun p.py"],
-    "alone": ["sh", "-c", "torchrun p.py"],
+    "words": ["torchrun", "p.py"],
+    "string": ["sh", "-c", "timeout 99 torchrun p.py"],
+    "several": ["sh", "-c", "cd . && torchrun p.py"],
+    "renamed": ["bash", "-c", "exec -a other torchrun p.py"],
 }
+"""Commands of the submitter's environment."""
 
 
 @pytest.fixture

@@ -27,76 +27,113 @@ _PROGRAMS = {
 }
 _STAND_INS = ("numactl", "taskset", "nsys", "ncu", "strace", "perf", "conda", "uv", "poetry", "pixi", "srun", "chrt")
 
+
+def _lines(text: str) -> list[str]:
+    """Return the entries of a table, in which ``\n`` is the end of a line of the script."""
+    return [line.replace(r"\n", "\n").replace(r"\t", "\t") for line in text.strip().splitlines()]
+
+
 _BUILTINS = ("exec", "command", "exec -a name", "time -p", "!")
-_RUNNERS = (
-    *("nohup", "env A=1 W='x y'", "env -u V", "nice -n 5", "timeout 60", "timeout -k 5 -s INT 60", "stdbuf -oL"),
-    *(
-        "setsid -w",
-        "numactl -N 0 --membind 0 --",
-        "taskset -c 0-3",
-        "nsys profile -t cuda -o x --stats=true",
-        "ncu --set full -fo x",
-    ),
-    *("strace -fo x", "perf stat -e x", "conda run -n x --no-capture-output", "uv run --with torch", "poetry run"),
-    *("srun -n 1 --mpi=none -l", "chrt -b 0", "./set-up.sh -v", "bash ./set-up.sh", "pixi run"),
-)
-_ARGUMENTS = (
-    *("a.py", "--lr 0.1", "'b c'", '"$V"', "$V", '"${W:-d e}"', "${W:=d e}", "$(echo f g)", "`echo h`", "$((1+2))"),
-    *(
-        "$'t\\tu'",
-        "é",
-        "a,b",
-        "2>/dev/null",
-        "</dev/null",
-        "\\\n",
-        "--",
-        '"#no"',
-        "x#y",
-        "*.none",
-        "~",
-        "{1,2}",
-        "torchrun",
-    ),
-)
-_BEFORE = (
-    *(
-        "cd .",
-        "export W='u v'",
-        "W=1",
-        "echo torchrun a.py",
-        "# torchrun a.py",
-        "which torchrun >/dev/null",
-        ". ./set.sh",
-    ),
-    *(
-        "grep -n torchrun p.txt",
-        "command -v torchrun >log",
-        "X=$(echo torchrun b.py)",
-        "echo 'torchrun c.py; torchrun d.py'",
-    ),
-    *(
-        "cat <<E\ntorchrun a.py\nE",
-        "cat <<-'E' | wc -l\n\ttorchrun $V\n\tE",
-        "for i in 1 2; do echo $i; done",
-        "set -e",
-    ),
-    *("trap 'echo bye' EXIT", "[ -d x ] || mkdir x", "case $V in v*) echo yes;; *) echo no;; esac", "python setup.py"),
-    *("f() { echo $1; }; f torchrun", "while read line; do echo $line; done <p.txt", "a=(torchrun b); echo ${a[0]}"),
-)
-_FRAMES = (
-    *("{}", "(\n{}\n)", "{{ {}\n}}", "if true; then {}\nfi", "if false; then :; else {}\nfi", "true && {}"),
-    *("false || {}", "{} | cat", "echo in | {{\n{}\n}}", "f() {{\n{}\n}}; f", "case a in a) {}\n;; esac"),
-    *(
-        "{} & wait",
-        "{}; echo code $?",
-        "{} >out; cat out",
-        "if ! {{ {}\n}}; then echo failed; fi",
-        "{} && echo done",
-        "{} || echo failed",
-        "{}  # torchrun x",
-    ),
-    *("(cd .; {}\n)", "{{ cd .; {}\n}} 2>/dev/null", "[ a = b ] || {}"),
-)
+
+_RUNNERS = _lines(r"""
+nohup
+env A=1 W='x y'
+env -u V
+nice -n 5
+timeout 60
+timeout -k 5 -s INT 60
+stdbuf -oL
+setsid -w
+numactl -N 0 --membind 0 --
+taskset -c 0-3
+nsys profile -t cuda -o x --stats=true
+ncu --set full -fo x
+strace -fo x
+perf stat -e x
+conda run -n x --no-capture-output
+uv run --with torch
+poetry run
+pixi run
+srun -n 1 --mpi=none -l
+chrt -b 0
+./set-up.sh -v
+bash ./set-up.sh
+""")
+
+_ARGUMENTS = _lines(r"""
+a.py
+--lr 0.1
+'b c'
+"$V"
+$V
+"${W:-d e}"
+${W:=d e}
+$(echo f g)
+`echo h`
+$((1+2))
+$'i\\j'
+é
+a,b
+2>/dev/null
+</dev/null
+--
+"#no"
+x#y
+*.none
+~
+{1,2}
+torchrun
+\\n
+""")
+
+_BEFORE = _lines(r"""
+cd .
+export W='u v'
+W=1
+echo torchrun a.py
+# torchrun a.py
+which torchrun >/dev/null
+. ./set.sh
+grep -n torchrun p.txt
+command -v torchrun >log
+X=$(echo torchrun b.py)
+echo 'torchrun c.py; torchrun d.py'
+cat <<E\ntorchrun a.py\nE
+cat <<-'E' | wc -l\n\ttorchrun $V\n\tE
+for i in 1 2; do echo $i; done
+set -e
+trap 'echo bye' EXIT
+[ -d x ] || mkdir x
+case $V in v*) echo yes;; *) echo no;; esac
+python setup.py
+f() { echo $1; }; f torchrun
+while read line; do echo $line; done <p.txt
+a=(torchrun b); echo ${a[0]}
+""")
+
+_FRAMES = _lines(r"""
+@
+(\n@\n)
+{ @\n}
+if true; then @\nfi
+if false; then :; else @\nfi
+if ! { @\n}; then echo failed; fi
+case a in a) @\n;; esac
+f() {\n@\n}; f
+true && @
+false || @
+[ a = b ] || @
+@ && echo done
+@ || echo failed
+@ | cat
+echo in | {\n@\n}
+@ & wait
+@; echo code $?
+@ >out; cat out
+@  # torchrun x
+(cd .; @\n)
+{ cd .; @\n} 2>/dev/null
+""")
 
 
 def script(number: int) -> str:
@@ -107,7 +144,7 @@ def script(number: int) -> str:
     words = [*(["W='a b'"] if chosen.random() < 0.2 and words[:1] != ["!"] else []), *words]
     command = " ".join([*words, "torchrun t.py", *chosen.choices(_ARGUMENTS, k=chosen.randrange(4))])
     for frame in chosen.choices(_FRAMES, k=chosen.choice((1, 1, 2))):
-        command = frame.format(command)
+        command = frame.replace("@", command)
     before, after = (chosen.choices(_BEFORE, k=chosen.randrange(most)) for most in (4, 2))
     return "\n".join([*before, command, *after])
 

@@ -402,8 +402,8 @@ def _warn_of_unused_torchrun(app: AppDef) -> None:
         if names_torchrun(role) and rank_command(role) is None:
             _log.warning(
                 "role %s names torchrun, but not as its command, and runs as it is: such a torchrun finds no other "
-                "replica. To start ranks on hosts, make torchrun the command, or put it behind a runner (env, timeout, "
-                "numactl, nsys profile, conda run, ...) or a script (NAME.sh torchrun, bash SCRIPT torchrun)",
+                "replica. To start ranks on hosts, make torchrun the command, which may follow env, timeout, numactl, "
+                "nsys profile, conda run and their like, or a script (NAME.sh torchrun, bash SCRIPT torchrun)",
                 role.name,
             )
 
