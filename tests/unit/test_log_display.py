@@ -12,7 +12,7 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.options import compiled
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.client.run import Collector
-from torchx_monarch.insight.log_lines import LineParser, LogLine, host_text, is_coloured, is_terminal
+from torchx_monarch.insight.log_lines import LineParser, LogLine, is_coloured, is_terminal
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.log_display import show_lines
@@ -153,7 +153,6 @@ def test_time_is_utc_in_files_and_local_on_a_terminal() -> None:
     line = LogLine("text\n", "[1] ", 1, 1795368530.1239)
     assert line.plain() == "2026-11-22T17:28:50.123Z [1] text\n"
     assert line.on_terminal(coloured=False).endswith(":50.123 [1] text\n")
-    assert [host_text(line) for line in ("[monarch] mesh", "mesh")] == ["mesh", None]
 
 
 def test_each_rank_has_a_colour_of_its_own() -> None:

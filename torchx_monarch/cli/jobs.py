@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from torchx_monarch.backends.core.errors import BackendError, UserError
-from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot
+from torchx_monarch.backends.core.errors import BackendError
+from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.cli.handles import unknown
 from torchx_monarch.client.connection import Target, ask
@@ -23,7 +22,6 @@ from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.rank_queries import SAMPLES_TIMEOUT, ask_events, ask_samples
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.insight.events import Event
-from torchx_monarch.insight.log_lines import host_text
 from torchx_monarch.insight.rank_sample import RankSample, RankView, rank_views
 from torchx_monarch.insight.timeline import Timeline
 from torchx_monarch.model.role_spec import WorkloadKind
@@ -33,13 +31,8 @@ from torchx_monarch.schedulers.description import log_folder, summary_of
 from torchx_monarch.schedulers.job_status import JobStatus, LiveState
 from torchx_monarch.schedulers.monarch import MonarchScheduler, registered_scheduler
 
-_TAIL = 200
-"""Lines at the end of a replica's log in which its last output is looked for."""
-
-_MAX_LOGS = 64
-"""Replicas whose logs are read for the last output; each may cost a request."""
-
 _AT_A_TIME = 16
+"""Roles whose replicas 0 are asked at the same time."""
 
 PATIENCE = 3.0
 """Seconds to wait for the connection to replica 0 of a live allocation, and again for its answer."""
@@ -94,7 +87,7 @@ class JobReader:
 
         Args:
             sample_pause: seconds between the first two samples of the ranks of a job that runs; 0 for one sample, which
-                tells no rates; None to ask neither ranks nor logs what they do.
+                tells no rates; None to take none.
         """
         app, decided = self.read_app()
         is_running, now = decided.state is State.RUNNING, time.time()
@@ -120,16 +113,16 @@ class JobReader:
     def _with_ranks(self, facts: JobFacts, pause: float) -> JobFacts:
         """Return the facts with what the ranks do, and with when one of them has printed something last."""
         first = next((role.spec.name for role in facts.app.roles if role.spec.runs_hosts), "")
-        if (role := self.role or first) and facts.status.phase != "queued":
-            self._hosts = self._hosts or Hosts(self.handle, role, self.address)
-            try:
-                activity, missing = self._ask_ranks(self._hosts, pause)
-                facts = replace(facts, status=replace(facts.status, activity=activity or None), missing=missing)
-            except (UnreachableError, RefusedError, AllocationError, BackendError) as error:
-                facts = replace(facts, problem=str(error))
-        printed = [rank.last_output for rank in facts.status.activity or () if rank.last_output is not None]
-        last = max(printed) if printed else self._last_output(facts.app)
-        return replace(facts, status=replace(facts.status, last_output=last or None))
+        if not (role := self.role or first) or facts.status.phase == "queued":
+            return facts
+        self._hosts = self._hosts or Hosts(self.handle, role, self.address)
+        try:
+            activity, missing = self._ask_ranks(self._hosts, pause)
+        except (UnreachableError, RefusedError, AllocationError, BackendError) as error:
+            return replace(facts, problem=str(error))
+        last = max((rank.last_output for rank in activity if rank.last_output is not None), default=None)
+        status = replace(facts.status, activity=activity or None, last_output=last)
+        return replace(facts, status=status, missing=missing)
 
     def _ask_ranks(self, hosts: Hosts, pause: float) -> tuple[list[RankView], dict[str, str]]:
         """Return what each rank does, with rates since the time before, and why a host has not answered."""
@@ -152,19 +145,6 @@ class JobReader:
 
         with ThreadPoolExecutor(_AT_A_TIME) as pool:
             return [*itertools.chain(*pool.map(ask_role, names))]
-
-    def _last_output(self, app: AppSnapshot) -> float:
-        """Return when a rank has printed something last, as the ends of the logs tell; 0 if they do not."""
-
-        def last_line(replica: ReplicaSnapshot) -> float:
-            with contextlib.suppress(BackendError, UserError):
-                lines = deque(self.scheduler.apps.replica_log(app, replica.role, replica.id, tail=_TAIL), maxlen=_TAIL)
-                return max((line.time for line in lines if host_text(line.text) is None), default=0.0)
-            return 0.0
-
-        begun = [replica for replica in app.replicas if replica.started or replica.state is State.RUNNING]
-        with ThreadPoolExecutor(_AT_A_TIME) as pool:
-            return max(pool.map(last_line, begun[:_MAX_LOGS]), default=0.0)
 
     def _ask_live(self, app: AppSnapshot) -> LiveState | None:
         """Ask the hosts of a live allocation; return None for another job, and if they do not answer."""

@@ -23,8 +23,8 @@ from torchx_monarch.system.line_output import CONTINUED
 TEMPLATE = "[${role_name}${rank}]:"
 """The prefix of a rank's lines, as under torchrun, unless the user gives another template."""
 
-_HOST = "[monarch]"
-"""Marks the lines of host processes and supervisors."""
+_HOST = "[monarch] "
+"""Marks the lines of host processes and supervisors, which a rank can imitate."""
 
 _CONTINUED = CONTINUED.decode()
 
@@ -85,11 +85,6 @@ class LogLine:
         return f"{time}{prefix}{self.text}"
 
 
-def host_text(line: str) -> str | None:
-    """Return the text of a line of a host process or a supervisor, which a rank can imitate; None for others."""
-    return line[len(_HOST) + 1 :] if line.startswith(f"{_HOST} ") else None
-
-
 class LineParser:
     """Parse the lines that the hosts of a role have written.
 
@@ -105,8 +100,8 @@ class LineParser:
 
     def parse(self, line: str) -> LogLine:
         """Parse one line, or the beginning of one."""
-        if (text := host_text(line)) is not None:
-            return LogLine(text, f"{_HOST} ")
+        if line.startswith(_HOST):
+            return LogLine(line.removeprefix(_HOST), _HOST)
         match = self._prefix.match(line) if self._prefix is not None else None
         if match is None:
             return LogLine(line)

@@ -140,7 +140,7 @@ def build(
     ended, started = _ended(app, status) if status.state.is_terminal else None, _started(app)
     since = started or app.created or None
     shown = _present_role(timeline, app)
-    attempt = shown.attempt if shown is not None else None
+    attempt = shown.attempt if shown is not None and shown.ranks is not None else None  # a command has none
     return JobStatus(
         handle=handle,
         name=app.name,
