@@ -34,7 +34,9 @@ class CmdRun(TorchXCmdRun):  # type: ignore[misc]
         def parse(words: Any = None, namespace: Any = None) -> Any:
             parsed, unknown = parse_known_args(words, namespace)
             if unknown and any(word.startswith(_OWN) for word in parsed.component_name_and_args):
-                _exit(_unknown_option(unknown[0].partition("=")[0]))
+                from torchx_monarch.command.component_arguments import no_run_option
+
+                _exit(no_run_option(unknown[0]))
             return parsed, unknown
 
         subparser.parse_known_args = parse  # type: ignore[assignment, method-assign]
@@ -52,15 +54,6 @@ class CmdRun(TorchXCmdRun):  # type: ignore[misc]
             args.component_name_and_args = _checked(args)
         with command.run(args, sys.stderr):
             super().run(args)
-
-
-def _unknown_option(flag: str) -> str:
-    from torchx_monarch.command.component_arguments import RUN_OPTIONS
-    from torchx_monarch.model.spelling import did_you_mean
-
-    example = "torchx run -s monarch_local monarch.spmd --nproc 2 train.py"
-    hint = did_you_mean(flag, RUN_OPTIONS)
-    return f"{flag} is no option of `torchx run`.{hint} Options of a component come after its name: {example}"
 
 
 def _checked(args: argparse.Namespace) -> list[str]:

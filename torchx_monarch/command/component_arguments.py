@@ -29,7 +29,7 @@ _PROGRAM = "script_args"
 _PROGRAMS = frozenset(("m", "script"))
 """The options whose value is the program, after which all words are the program's."""
 
-RUN_OPTIONS = (
+_RUN_OPTIONS = (
     "-s",
     "--scheduler",
     "-cfg",
@@ -92,10 +92,17 @@ def unprotected(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(word.removeprefix(_PROTECTION) for word in words)
 
 
+def no_run_option(word: str) -> str:
+    """Return what is wrong with an option before the component that is none of ``torchx run``."""
+    flag = word.partition("=")[0]
+    after = "Options of a component come after its name: torchx run -s monarch_local monarch.spmd --nproc 2 train.py"
+    return f"{flag} is no option of `torchx run`.{did_you_mean(flag, _RUN_OPTIONS)} {after}"
+
+
 def options_among(words: Sequence[str], options: Collection[str]) -> list[str]:
     """Return those of a program's words that are spelled like options of its component, or of ``torchx run``."""
     flags = [word.partition("=")[0] for word in words if word.startswith("-")]
-    return [flag for flag in flags if flag in RUN_OPTIONS or _exact(flag, options)]
+    return [flag for flag in flags if flag in _RUN_OPTIONS or _exact(flag, options)]
 
 
 def component_arguments(
@@ -148,7 +155,7 @@ def component_arguments(
 def _split(component: str, word: str) -> tuple[str, str | None]:
     """Split a word into the option and the value; None if the value is not part of the word."""
     flag, equals, text = word.partition("=")
-    if flag in RUN_OPTIONS:
+    if flag in _RUN_OPTIONS:
         raise ComponentArgumentError(f"{flag} is an option of `torchx run`: type it before {component}.")
     if not flag.startswith("--") and len(flag) > 2:  # -j2x4
         return flag[:2], word[2:]

@@ -152,20 +152,19 @@ def check_roles(app: AppDef) -> None:
     """Check the names of an app's roles, by which status and logs identify them, and how they are retried.
 
     Raises:
-        UserError: two roles have one name, a name is too long for a folder, or a field has a value of another type.
+        UserError: two roles have one name, a name is too long for a folder, or a retry policy is none.
     """
     for name, count in Counter(role.name for role in app.roles).items():
         if count > 1:
             raise UserError(f"two roles of app {app.name!r} are called {name!r}; each role needs a name of its own")
         if (length := len(path_name(name))) > _MAX_ROLE_NAME:
-            counted = "a character that is no ASCII letter, digit, -, _ or . counts as 3 or more"
-            raise UserError(f"role {name[:20]!r}…: its name has {length} of {_MAX_ROLE_NAME} bytes ({counted})")
+            raise UserError(
+                f"role {name[:20]!r}…: as a folder its name has {length} bytes; it can have {_MAX_ROLE_NAME}"
+            )
     for role in app.roles:
         if not isinstance(role.retry_policy, RetryPolicy):
-            names = " or ".join(f"RetryPolicy.{policy.name}" for policy in RetryPolicy)
-            raise UserError(f"role {role.name!r}: its retry_policy is {role.retry_policy!r}; it is {names}")
-        if not isinstance(role.max_retries, int):
-            raise UserError(f"role {role.name!r}: its max_retries is {role.max_retries!r}; it is a whole number")
+            wrong = f"its retry_policy is {role.retry_policy!r}, and not RetryPolicy.APPLICATION, ROLE or REPLICA"
+            raise UserError(f"role {role.name!r}: {wrong}")
 
 
 def check_images(app: AppDef, specs: Sequence[RoleSpec]) -> None:
