@@ -69,26 +69,22 @@ def spmd(
         torchrun: further options of torchrun ('--redirects 3 --master-port 29500')
         debug: set the environment variables for debug output of CUDA, NCCL and torch.distributed
     """
-    launch = plan.Launch.parse(spmd, script_args, m, script)
+    program = plan.parse_program(spmd, script_args, m, script)
     resource = plan.resource(h, cpu, gpu, memMB)
     shape = plan.Shape.parse(j, nnodes, nproc, h)
     plan.require_counts(max_restarts=max_restarts, max_retries=max_retries)
-    run_name, tracking = launch.names(name)
-
-    role_env = {**(env or {}), **tracking}
-    if debug:
-        role_env.update(plan.DEBUG_ENV)
-
+    role = plan.role_name(program)
+    app_name, tracking = plan.names(program, name)
     return specs.AppDef(
-        name=plan.app_name(run_name, launch.role),
+        name=app_name,
         roles=[
             specs.Role(
-                name=launch.role,
+                name=role,
                 image=image,
                 min_replicas=shape.min_replicas,
                 entrypoint="torchrun",
-                args=launch.torchrun_args(launch.role, shape, tee, max_restarts, log_dir, torchrun),
-                env=role_env,
+                args=plan.torchrun_args(program, role, shape, tee, max_restarts, log_dir, torchrun),
+                env={**(env or {}), **tracking, **(plan.DEBUG_ENV if debug else {})},
                 num_replicas=shape.replicas,
                 max_retries=max_retries,
                 resource=resource,
@@ -151,18 +147,18 @@ def ft(
         tee: streams shown and also written to files: 0 none, 1 stdout, 2 stderr, 3 both; or LOCAL_RANK:STREAMS,...
         log_dir: directory on the nodes for the log files of each rank
     """
-    launch = plan.Launch.parse(ft, script_args, m, script)
+    program = plan.parse_program(ft, script_args, m, script)
     resource = plan.resource(h, cpu, gpu, memMB)
     count, shape = plan.groups(j, group_hosts, min_groups, h)
     plan.require_counts(max_restarts=max_restarts, max_retries=max_retries)
-    run_name, tracking = launch.names(name)
+    app_name, tracking = plan.names(program, name)
     address, beside = plan.lighthouse(lighthouse, min_groups, heartbeat_timeout_ms, image)
     groups = [
         specs.Role(
             name=f"group{group}",
             image=image,
             entrypoint="torchrun",
-            args=launch.torchrun_args(f"group{group}", shape, tee, max_restarts, log_dir),
+            args=plan.torchrun_args(program, f"group{group}", shape, tee, max_restarts, log_dir),
             env={
                 "REPLICA_GROUP_ID": str(group),
                 "NUM_REPLICA_GROUPS": str(count),
@@ -180,7 +176,7 @@ def ft(
         for group in range(count)
     ]
     return specs.AppDef(
-        name=plan.app_name(run_name, launch.role),
+        name=app_name,
         roles=[*groups, *filter(None, [beside])],
         metadata=dict(metadata or {}),
     )
@@ -278,12 +274,12 @@ def controller(
         mounts: mounts (type=bind,src=/host,dst=/job[,readonly])
         max_retries: how often the scheduler may restart a failed job
     """
-    launch = plan.Launch.parse(controller, script_args, m, script)
+    program = plan.parse_program(controller, script_args, m, script)
     resource = plan.resource(h, cpu, gpu, memMB)
     plan.require_counts(max_retries=max_retries)
-    run_name, tracking = launch.names(name)
+    app_name, tracking = plan.names(program, name)
     app = specs.AppDef(
-        name=plan.app_name(run_name, launch.role),
+        name=app_name,
         roles=[
             specs.Role(
                 name=mesh,
@@ -299,4 +295,4 @@ def controller(
         ],
         metadata=dict(metadata or {}),
     )
-    return allocations.hold_for_clients(app, 0.0, ("python", *launch.words))
+    return allocations.hold_for_clients(app, 0.0, ("python", *plan.program_words(program)))

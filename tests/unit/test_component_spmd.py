@@ -26,7 +26,7 @@ from torchx_monarch.command.component_arguments import (
     component_arguments,
     unprotected,
 )
-from torchx_monarch.command.spmd import Launch, app_name
+from torchx_monarch.command.spmd import app_name, role_name
 from torchx_monarch.command.torchrun_options import OPTIONS, Option
 from torchx_monarch.components import controller, ft, hosts, spmd
 from torchx_monarch.model.role_spec import is_sidecar
@@ -104,12 +104,12 @@ def test_shape(text: str, replicas: int, shape: Sequence[str]) -> None:
     ],
 )
 def test_role_names_suit_every_backend(target: str, module: bool, name: str) -> None:
-    assert Launch(target, (), module).role == name
+    assert role_name(Program("module" if module else "script", target)) == name
 
 
 @given(st.text())
 def test_names_are_safe(text: str) -> None:
-    role = Launch(text, (), False).role
+    role = role_name(Program("script", text))
     assert role.isascii() and role.isalnum() and role == role.lower() and not role[0].isdigit()
     name = app_name(text, role)
     assert name and "/" not in name and name[0] not in "-." and all(c.isascii() and c.isprintable() for c in name)

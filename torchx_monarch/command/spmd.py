@@ -24,7 +24,7 @@ from torchx.components.structured_arg import StructuredJArgument, StructuredName
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.command.allocations import check_mesh_name
-from torchx_monarch.command.command import PROCESS_COUNTS, CommandError, is_process_count, parse
+from torchx_monarch.command.command import PROCESS_COUNTS, CommandError, Program, is_process_count, parse
 from torchx_monarch.command.component_arguments import options_among, unprotected
 from torchx_monarch.command.torchrun_options import node_range
 from torchx_monarch.model.role_spec import LIGHTHOUSE_PORT, LOOPBACK, METADATA_KEY, SIDECAR, SPARES
@@ -59,84 +59,79 @@ def _refused(option: str, after: str = "") -> Iterator[None]:
         _refuse(f"{option}: {error.args[0]}{after}")
 
 
-@dataclass(frozen=True)
-class Launch:
-    """The program of the ranks: a script, or a module."""
+def parse_program(
+    component: Callable[..., object], script_args: Sequence[str], m: str | None, script: str | None
+) -> Program:
+    """Return the program that ``-m``, ``--script`` or the first positional argument names.
 
-    target: str
-    args: tuple[str, ...]
-    module: bool
+    Log a warning about arguments of the program that are spelled like options of the component.
+    """
+    name, words = f"monarch.{component.__name__}", list(unprotected(script_args))
+    if m and script:
+        _refuse(f"-m {m} and --script {script} contradict each other: give one program.")
+    target = m or script
+    if not target:
+        if not words:
+            _refuse(f"No program to run: give a script (`{name} train.py`) or a module (-m pkg.mod).")
+        target, *words = words
+    if target.startswith("-"):
+        _refuse(
+            f"{target} stands where the script is expected: options of {name} come first, then the script (or "
+            "-m MODULE), then the script's own arguments."
+        )
+    if flags := options_among(words, inspect.signature(component).parameters):
+        _log.warning(
+            f"{', '.join(flags)} after {target}: passed to it as its own. Options of {name} come before the "
+            f"program, and those of torchx run before {name}."
+        )
+    return Program("module" if m else "script", target, tuple(words))
 
-    @classmethod
-    def parse(
-        cls, component: Callable[..., object], script_args: Sequence[str], m: str | None, script: str | None
-    ) -> Launch:
-        """Build the program from ``-m``, ``--script`` or the first positional argument.
 
-        Log a warning about arguments of the program that are spelled like options of the component.
-        """
-        name, words = f"monarch.{component.__name__}", list(unprotected(script_args))
-        if m and script:
-            _refuse(f"-m {m} and --script {script} contradict each other: give one program.")
-        target = m or script
-        if not target:
-            if not words:
-                _refuse(f"No program to run: give a script (`{name} train.py`) or a module (-m pkg.mod).")
-            target, *words = words
-        if target.startswith("-"):
-            _refuse(
-                f"{target} stands where the script is expected: options of {name} come first, then the script (or "
-                "-m MODULE), then the script's own arguments."
-            )
-        if flags := options_among(words, inspect.signature(component).parameters):
-            _log.warning(
-                f"{', '.join(flags)} after {target}: passed to it as its own. Options of {name} come before the "
-                f"program, and those of torchx run before {name}."
-            )
-        return cls(target, tuple(words), module=bool(m))
+def role_name(program: Program) -> str:
+    """Return the name of a program's role: letters and digits only, which every backend accepts."""
+    stem = program.target.rpartition(".")[2] if program.mode == "module" else PurePath(program.target).stem
+    return re.sub(r"[^a-z0-9]", "", stem.lower()).lstrip(string.digits) or "spmd"
 
-    @property
-    def role(self) -> str:
-        """The name of the role, made from the program: letters and digits only, which every backend accepts."""
-        stem = self.target.rpartition(".")[2] if self.module else PurePath(self.target).stem
-        return re.sub(r"[^a-z0-9]", "", stem.lower()).lstrip(string.digits) or "spmd"
 
-    def names(self, name: str) -> tuple[str, dict[str, str]]:
-        """Parse the value of ``--name``; return the run's name, and the variables of TorchX's tracker."""
-        names = StructuredNameArgument.parse_from(name=name, **{"m" if self.module else "script": self.target})
-        tracking = {
-            "TORCHX_TRACKING_EXPERIMENT_NAME": names.experiment_name,
-            "TORCHX_TRACKING_RUN_NAME": names.run_name,
-        }
-        return names.run_name, tracking
+def names(program: Program, name: str) -> tuple[str, dict[str, str]]:
+    """Parse the value of ``--name``; return the app's name, and the variables of TorchX's tracker."""
+    source = {"m" if program.mode == "module" else "script": program.target}
+    parsed = StructuredNameArgument.parse_from(name=name, **source)
+    tracking = {
+        "TORCHX_TRACKING_EXPERIMENT_NAME": parsed.experiment_name,
+        "TORCHX_TRACKING_RUN_NAME": parsed.run_name,
+    }
+    return app_name(parsed.run_name, role_name(program)), tracking
 
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The program's part of the torchrun command."""
-        return ("-m", self.target, *self.args) if self.module else (self.target, *self.args)
 
-    def torchrun_args(
-        self, role: str, shape: Shape, tee: str, max_restarts: int, log_dir: str | None, more: str = ""
-    ) -> list[str]:
-        """Return the arguments of the torchrun command of a role that runs the program.
+def program_words(program: Program) -> tuple[str, ...]:
+    """Return a program's part of the command that runs it, after ``torchrun`` or ``python``."""
+    words = (program.target, *program.args)
+    return ("-m", *words) if program.mode == "module" else words
 
-        Args:
-            more: further options of torchrun, as they are typed.
-        """
-        args = ["--nnodes", shape.nnodes, "--nproc-per-node", shape.nproc, "--role", role, "--tee", tee]
-        if max_restarts:
-            args += ["--max-restarts", str(max_restarts)]
-        if log_dir:
-            args += ["--log-dir", log_dir]
-        with _refused(f"--torchrun {more}", "."):
-            args += [*shlex.split(more), *self.words]
-        try:
-            command = parse(["torchrun", *args])
-        except CommandError as error:
-            _refuse(str(error))
-        if command is None or command.program.target != self.target:
-            _refuse(f"--torchrun {more}: give options of torchrun alone, such as --torchrun '--redirects 3'.")
-        return args
+
+def torchrun_args(
+    program: Program, role: str, shape: Shape, tee: str, max_restarts: int, log_dir: str | None, more: str = ""
+) -> list[str]:
+    """Return the arguments of the torchrun command of a role that runs a program.
+
+    Args:
+        more: further options of torchrun, as they are typed.
+    """
+    args = ["--nnodes", shape.nnodes, "--nproc-per-node", shape.nproc, "--role", role, "--tee", tee]
+    if max_restarts:
+        args += ["--max-restarts", str(max_restarts)]
+    if log_dir:
+        args += ["--log-dir", log_dir]
+    with _refused(f"--torchrun {more}", "."):
+        args += [*shlex.split(more), *program_words(program)]
+    try:
+        command = parse(["torchrun", *args])
+    except CommandError as error:
+        _refuse(str(error))
+    if command is None or command.program.target != program.target:
+        _refuse(f"--torchrun {more}: give options of torchrun alone, such as --torchrun '--redirects 3'.")
+    return args
 
 
 @dataclass(frozen=True)
