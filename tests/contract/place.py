@@ -382,8 +382,15 @@ class QueuePlace(Place):
 
 
 class BatchPlace(Place):
-    """A batch system on the base ``torchx_monarch.backends.batch``."""
+    """A batch system on the base ``torchx_monarch.backends.batch``.
 
+    Attributes:
+        submit: the command that submits.
+        held: ``submit_args`` that hold a job.
+    """
+
+    submit: ClassVar[str]
+    held: ClassVar[str]
     own_bad_options = (({"submit_args": "'"}, "`submit_args` is '"),)
 
     def shown(self) -> str:

@@ -39,14 +39,20 @@ BJOBS = {
     "COMMAND": "bjobs",
     "JOBS": 3,
     "RECORDS": [
-        {"JOBID": "7", "JOBINDEX": "1", "STAT": "RUN", "PEND_REASON": ""},
-        {"JOBID": "7", "JOBINDEX": "2", "STAT": "PEND", "PEND_REASON": "Not enough GPUs:\n 4 hosts;"},
-        {"JOBID": "7", "JOBINDEX": "3", "STAT": "SSUSP", "PEND_REASON": ""},
+        {"JOBID": "7", "JOBINDEX": "1", "JOB_NAME": "m-x-0[1]", "STAT": "RUN", "PEND_REASON": ""},
+        {
+            "JOBID": "7",
+            "JOBINDEX": "2",
+            "JOB_NAME": "m-x-0[2]",
+            "STAT": "PEND",
+            "PEND_REASON": "Not enough GPUs:\n 4 hosts;",
+        },
+        {"JOBID": "7", "JOBINDEX": "3", "JOB_NAME": "m-x-0[3]", "STAT": "SSUSP", "PEND_REASON": ""},
     ],
 }
 
 CONDOR_Q = [
-    {"ClusterId": 7, "ProcId": 0, "JobStatus": 2},
+    {"ClusterId": 7, "ProcId": 0, "JobStatus": 2, "JobBatchName": "m-x-0"},
     {"ClusterId": 7, "ProcId": 1, "JobStatus": 1, "LastRejMatchReason": "no match found "},
     {"ClusterId": 7, "ProcId": 2, "JobStatus": 5, "HoldReasonCode": 1, "HoldReason": "via condor_hold (by user me)"},
     {"ClusterId": 7, "ProcId": 3, "JobStatus": 5, "HoldReasonCode": 6, "HoldReason": "Failed to execute"},
@@ -85,8 +91,11 @@ def test_lsf(monkeypatch: pytest.MonkeyPatch) -> None:
         "'/a b/python' 'it'\"'\"'s' '\"$HOME\"'",
     ]
     answers(monkeypatch, LsfBackend, json.dumps(BJOBS))
-    waiting = WAITING._replace(reason="Not enough GPUs: 4 hosts;")
-    assert LsfBackend().queued() == {"7.1": RUNNING, "7.2": waiting, "7.3": RUNNING}
+    running, waiting = (
+        RUNNING._replace(name="m-x-0"),
+        QueuedJob(State.PENDING, "Not enough GPUs: 4 hosts;", name="m-x-0"),
+    )
+    assert LsfBackend().queued() == {"7.1": running, "7.2": waiting, "7.3": running}
     answers(monkeypatch, LsfBackend, "No unfinished job found\n")
     assert LsfBackend().queued() == {}
 
@@ -136,7 +145,7 @@ def test_htcondor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert amounts == {"request_cpus": "4", "request_memory": "1000", "request_gpus": "8"}
     answers(monkeypatch, HTCondorBackend, json.dumps(CONDOR_Q))
     assert HTCondorBackend().queued() == {
-        "7.0": RUNNING,
+        "7.0": RUNNING._replace(name="m-x-0"),
         "7.1": WAITING._replace(reason="no match found"),
         "7.2": WAITING._replace(reason="via condor_hold (by user me)"),
         "7.3": QueuedJob(State.PENDING, "Failed to execute", is_stuck=True),

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -238,7 +238,7 @@ def job() -> JobFolder:
     os.makedirs(folder.root)
     os.makedirs(backend._index)
     state_files.write_json(folder.app, {"created": 1.0, "jobs": ["7"], "grace": 5.0, **submitted.to_json()})
-    backend.name_app(folder, ["7"])
+    os.symlink(folder.root, os.path.join(backend._index, "7"))
     return folder
 
 
@@ -300,6 +300,24 @@ def test_state_of_a_job(
     assert found.state is State[state]
     assert words in found.message
     assert words or not found.message
+
+
+def test_the_job_of_a_submitter_that_was_killed_is_known_by_its_folder(
+    job: JobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = json.loads(Path(job.app).read_text())
+    state_files.write_json(job.app, {**content, "jobs": []})
+    Path(SlurmBackend()._index, "7").rename(Path(SlurmBackend()._index, job.app_id))
+    monkeypatch.setattr(
+        SlurmBackend, "queued", lambda _: parse_jobs(f"6|RUNNING|None|/x\n7|PENDING|Priority|{job.root}")
+    )
+    (found,) = SlurmBackend().snapshots({})
+    assert (found.app_id, found.jobs) == (job.app_id, ["7"])
+    assert "waits for Priority" in reduce(found).message
+    cancelled: list[Sequence[str]] = []
+    monkeypatch.setattr(SlurmBackend, "cancel", lambda _, jobs: cancelled.append(jobs))
+    SlurmBackend().stop(found, Outcome(State.CANCELLED), None)
+    assert cancelled == [["7"]]
 
 
 @pytest.mark.parametrize("recorded", [True, False])

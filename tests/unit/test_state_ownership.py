@@ -221,7 +221,7 @@ def slurm_job(parent: str) -> JobFolder:
     os.makedirs(backend._index)
     state_files.write_json(job.app, {"created": 1.0, "jobs": ["7"], "grace": 5.0, **submitted.to_json()})
     state_files.write_json(job.record, {"state": "SUCCEEDED", "ended": 2.0})
-    backend.name_app(job, ["7"])
+    os.symlink(job.root, os.path.join(backend._index, "7"))
     return job
 
 
@@ -253,7 +253,7 @@ def test_another_users_jobs_of_slurm(tmp_path: Path, forgetful_slurm: Path) -> N
 def test_a_link_of_an_id_names_a_jobs_folder(tmp_path: Path) -> None:
     precious = precious_folder(tmp_path / "train-0123456789")
     os.makedirs(SlurmBackend()._index)
-    SlurmBackend().name_app(JobFolder(str(precious)), ["99"])
+    os.symlink(precious, os.path.join(SlurmBackend()._index, "99"))
     scheduler = monarch_slurm("torchx")
     assert scheduler.list() == []
     assert scheduler.describe("99") is None

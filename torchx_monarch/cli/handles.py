@@ -17,6 +17,7 @@ from torchx_monarch.backends.core import state_files, stored_apps
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.insight.summary import show_duration
+from torchx_monarch.schedulers import NAMES
 from torchx_monarch.system.untrusted_text import one_line
 
 LOCAL = "monarch_local"
@@ -105,17 +106,22 @@ class RecordedApp:
 
 def recorded_apps() -> list[RecordedApp]:
     """Return all apps, the newest first; raise CommandError if the state directory cannot be read."""
-    found = []
+    found, folder = [], state_files.state_dir()
+    links = {name: os.path.join(folder, name.removeprefix("monarch_"), state_files.BATCH_IDS) for name in NAMES}
     try:
         app_ids = state_files.app_ids()
+        linked = {(name, app_id) for name, path in links.items() for app_id in state_files.names_in(path)}
     except OSError as error:
         raise CommandError(f"the records of apps cannot be read: {error}", exit_codes.UNAVAILABLE) from None
     for app_id in app_ids:
         paths = state_files.app_paths(app_id)
         if os.path.lexists(paths.status):  # written last
             found.append(_app(LOCAL, app_id, paths.app))
-    for scheduler, app_id in stored_apps.apps_with_credentials():
+    known = stored_apps.apps_with_credentials()
+    for scheduler, app_id in known:
         found.append(_app(scheduler, app_id, stored_apps.credentials(scheduler).path(app_id)))
+    for scheduler, app_id in linked - set(known):  # a submitter that was killed has stored no credentials
+        found.append(_app(scheduler, app_id, os.path.join(links[scheduler], app_id)))
     return sorted(found, key=lambda app: (app.submitted, app.app_id), reverse=True)
 
 
@@ -131,5 +137,4 @@ def _app(scheduler: str, app_id: str, file: str) -> RecordedApp:
 
 def used_schedulers() -> list[str]:
     """Return the names of the schedulers that have run an app of this machine's records, the local one first."""
-    names = {scheduler for scheduler, _ in stored_apps.apps_with_credentials()}
-    return [LOCAL, *sorted(names - {LOCAL})]
+    return [LOCAL, *sorted({app.scheduler for app in recorded_apps()} - {LOCAL})]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 SYSTEMS = {
-    "pbs": ("qsub", "qstat", "qdel"),
+    "pbs": ("qsub", "qstat", "qselect", "qdel"),
     "lsf": ("bsub", "bjobs", "bkill"),
     "htcondor": ("condor_submit", "condor_q", "condor_rm", "condor_vacate_job"),
 }
@@ -187,6 +187,13 @@ def qstat(words: list[str]) -> None:
         print(_PBS_ROW.format(*values), f"   {comment}", sep="\n")
 
 
+def qselect(words: list[str]) -> None:
+    assert words[0] == "-N" and len(words) == 2, words
+    for task, record in _tasks().items():
+        if record["name"] == words[1]:
+            print(f"{task.partition('.')[0]}.pbs")
+
+
 def qdel(words: list[str]) -> None:
     unknown = [job for job in words if not _signal(f"{job}.0", signal.SIGTERM)]
     for job in unknown:
@@ -216,12 +223,13 @@ def bsub(words: list[str]) -> None:
 
 
 def bjobs(words: list[str]) -> None:
-    assert words == ["-json", "-o", "jobid jobindex stat pend_reason"], words
+    assert words == ["-json", "-o", "jobid jobindex stat job_name pend_reason"], words
     rows = []
     for task, record in _tasks().items():
         job, _, index = task.partition(".")
         stat, reason = _LSF_STATES[record["state"]]
-        rows.append({"JOBID": job, "JOBINDEX": index, "STAT": stat, "PEND_REASON": reason})
+        name = f"{record['name']}[{index}]"
+        rows.append({"JOBID": job, "JOBINDEX": index, "STAT": stat, "JOB_NAME": name, "PEND_REASON": reason})
     if not rows:
         sys.exit("No unfinished job found")
     print(json.dumps({"COMMAND": "bjobs", "JOBS": len(rows), "RECORDS": rows}, indent=2))
@@ -271,7 +279,8 @@ def condor_q(words: list[str]) -> None:
     ads = []
     for task, record in _tasks().items():
         job, _, number = task.partition(".")
-        ads.append({"ClusterId": int(job), "ProcId": int(number), **_HTCONDOR_STATES[record["state"]]})
+        ad = {"ClusterId": int(job), "ProcId": int(number), "JobBatchName": record["name"]}
+        ads.append({**ad, **_HTCONDOR_STATES[record["state"]]})
     if ads:
         print(json.dumps(ads, indent=2))
 

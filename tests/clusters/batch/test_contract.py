@@ -13,6 +13,7 @@ from typing import ClassVar
 import pytest
 
 from tests.clusters.batch import commands
+from tests.contract.batch import BatchContract
 from tests.contract.contract import Contract
 from tests.contract.place import BatchPlace, left_to_others
 from tests.waits import WITHIN
@@ -36,21 +37,19 @@ class _StandInPlace(BatchPlace):
     """The stand-ins of one system.
 
     Attributes:
-        held: ``submit_args`` that hold a job.
-        waits_for: what ``status`` says of it.
+        waits_for: what ``status`` says of a job that is held.
     """
 
     wire = "stand-in"
     nightly = left_to_others(*_REST)
     request_function = "torchx_monarch.backends.batch.backend:BatchBackend.run"
-    held: ClassVar[str]
     waits_for: ClassVar[str]
 
     def is_read(self, *request: object) -> bool:
         """Return whether a command only answers."""
         command = request[1]
         assert isinstance(command, list)
-        return command[0] in ("qstat", "bjobs", "condor_q")
+        return command[0] in ("qstat", "qselect", "bjobs", "condor_q")
 
     @contextlib.contextmanager
     def pending(self) -> Iterator[str]:
@@ -69,19 +68,19 @@ class _StandInPlace(BatchPlace):
 class _PbsPlace(_StandInPlace):
     name, factory, install = "monarch_pbs", staticmethod(schedulers.monarch_pbs), "openpbs-client"
     cannot: ClassVar = {"preemption": "the stand-in does not preempt"}
-    held, waits_for = "-h", "Job held by root"
+    submit, held, waits_for = "qsub", "-h", "Job held by root"
 
 
 class _LsfPlace(_StandInPlace):
     name, factory, install = "monarch_lsf", staticmethod(schedulers.monarch_lsf), "profile.lsf"
     cannot: ClassVar = {"preemption": "the stand-in does not preempt"}
-    held, waits_for = "-H", "Job was suspended by the user while pending"
+    submit, held, waits_for = "bsub", "-H", "Job was suspended by the user while pending"
 
 
 class _HTCondorPlace(_StandInPlace):
     name, factory, install = "monarch_htcondor", staticmethod(schedulers.monarch_htcondor), "htcondor"
     names_preemptions = False  # a task learns of them by SIGTERM
-    held, waits_for = "hold=True", "submitted on hold at user's request"
+    submit, held, waits_for = "condor_submit", "hold=True", "submitted on hold at user's request"
 
     def preempt(self, handle: str, replica: int) -> None:
         jobs = self.backend.snapshot(handle.rpartition("/")[2]).jobs  # type: ignore[union-attr]
@@ -89,7 +88,7 @@ class _HTCondorPlace(_StandInPlace):
         subprocess.run(command, check=True, capture_output=True, timeout=WITHIN)
 
 
-class _StandInContract(Contract):
+class _StandInContract(BatchContract):
     @pytest.fixture(autouse=True)
     def queue(self, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """Put the commands on the PATH, with a queue of their own; TEST_REAL_COMMANDS=1 takes those of a cluster."""

@@ -11,7 +11,7 @@ import pytest
 
 from tests.clusters.packages import skip_for
 from tests.clusters.sge.cluster import ENVIRON, GridEngine, missing
-from tests.contract.contract import Contract
+from tests.contract.batch import BatchContract
 from tests.contract.place import BatchPlace
 from tests.waits import WITHIN
 from torchx_monarch.schedulers import monarch_sge
@@ -40,6 +40,7 @@ class SgePlace(BatchPlace):
     name = "monarch_sge"
     factory = staticmethod(monarch_sge)
     install = "gridengine-client"
+    submit, held = "qsub", "-h"
     request_function = "torchx_monarch.backends.batch.backend:BatchBackend.run"
     cannot = {"preemption": "its jobs are not started again (qsub -r n)"}
 
@@ -52,7 +53,7 @@ class SgePlace(BatchPlace):
     @contextlib.contextmanager
     def pending(self) -> Iterator[str]:
         """Submit a job that is held."""
-        yield self.run(self.role("true", replicas=2), submit_args="-h")
+        yield self.run(self.role("true", replicas=2), submit_args=self.held)
 
     def shown(self) -> str:
         """Return what Grid Engine shows of its jobs."""
@@ -64,7 +65,7 @@ class SgePlace(BatchPlace):
         return [*super().left(handle), *([queue] if handle.rpartition("/")[2] in queue else [])]
 
 
-class TestContract(Contract):
+class TestContract(BatchContract):
     kind = SgePlace
 
     @pytest.fixture(autouse=True)

@@ -55,6 +55,10 @@ from torchx_monarch.system.untrusted_text import one_line
 _QUEUE_INTERVAL = 5.0
 """Seconds between two questions to the batch system while waiting for an app to end: all users share it."""
 
+_NOT_SUBMITTED = QueuedJob(
+    State.PENDING, "it is not submitted yet; if its submission was interrupted, `torchx cancel` ends the job"
+)
+
 _TIMEOUT = 60.0
 """Seconds that a command may take: a batch system may answer late under load."""
 
@@ -99,7 +103,6 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
 
     Attributes:
         name: name of its folder below the state directory.
-        index: name of the folder below, whose entries are apps by id: their folders, or links to them.
         cancel_command: the command that ends the jobs whose ids follow it: array jobs (``ID``), tasks of them
             (``ID.NUMBER``), other jobs.
         array: the variable in which a task of an array job finds its number; empty if each replica is a job.
@@ -112,7 +115,6 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
     capabilities = Capabilities(supervises=True, shares_interpreter=True, limits_resources=True)
     poll = 0.5
     name: ClassVar[str]
-    index: ClassVar[str] = "jobs"
     cancel_command: ClassVar[Sequence[str]]
     array: ClassVar[str] = ""
     first_task: ClassVar[int] = 0
@@ -207,17 +209,23 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
 
     def _jobs(self, folder: JobFolder, roles: Sequence[Role], options: O) -> Iterator[Job]:
         submit_args = shlex.split(options.submit_args)
+        names = iter(self.job_names(folder, [role.num_replicas for role in roles]))
         for index, role in enumerate(roles):
             words = [sys.executable, "-I", "-S", entrypoint.__file__, "batch.task", folder.root, str(index)]
             amounts = (role.resource.cpu, role.resource.gpu, role.resource.memMB)
             cpu, gpu, memory = (max(0, int(amount)) for amount in amounts)
-            name = f"m-{folder.app_id}-{index}"
-            job = Job(name, words, role.num_replicas, cpu, gpu, memory, folder.job_log, submit_args)
-            if self.array:
-                yield job._replace(words=[*words, f"{self.array}-{self.first_task}"])
-            else:
-                for k in range(role.num_replicas):
-                    yield job._replace(name=f"{name}-{k}", words=[*words, str(k)], tasks=1)
+            numbers = [f"{self.array}-{self.first_task}"] if self.array else range(role.num_replicas)
+            tasks = role.num_replicas if self.array else 1
+            for number in numbers:
+                words_of_job = [*words, str(number)]
+                yield Job(next(names), words_of_job, tasks, cpu, gpu, memory, folder.job_log, submit_args)
+
+    def job_names(self, folder: JobFolder, replicas: Sequence[int]) -> list[str]:
+        """Return the names of an app's jobs in the order of their submission; ``replicas``: the number of each role."""
+        roles = [f"m-{folder.app_id}-{index}" for index in range(len(replicas))]
+        if self.array:
+            return roles
+        return [f"{role}-{k}" for role, count in zip(roles, replicas, strict=True) for k in range(count)]
 
     def show(self, request: BatchRequest) -> str:
         """Return the commands that submit, and for each role its environment and command."""
@@ -232,9 +240,11 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         if os.path.exists(request.folder):
             raise SubmittedAlreadyError(os.path.basename(request.folder))
         folder, created = JobFolder(request.folder), time.time()
-        jobs: list[str] = []
+        content = {"created": created, "jobs": [], "grace": request.grace, **submitted.to_json()}
+        jobs: list[str] = content["jobs"]
+        link = os.path.join(self._index, folder.app_id)
         try:
-            state_files.make_folder(self.name, self.index)
+            state_files.make_folder(self.name, os.path.basename(self._index))
             if os.path.dirname(folder.root) == self.root:
                 state_files.make_folder(self.name, os.path.basename(self.root))
         except OSError as error:
@@ -243,17 +253,21 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
             os.makedirs(os.path.dirname(folder.root), mode=0o700, exist_ok=True)
             os.mkdir(folder.root, 0o700)
             self.fill_folder(folder, request.with_credentials(credentials))
+            state_files.write_json(folder.app, content)
+            os.symlink(folder.root, link)  # from here on the app is known, also if this process is killed
             with ThreadPoolExecutor(1) as pool:  # which lets Ctrl-C wait until the batch system has answered
                 pool.submit(int).result()  # the end waits for a thread only once it runs
                 for command in request.commands:
                     pool.submit(self._submit, command, jobs).result()
-            content = {"created": created, "jobs": jobs, "grace": request.grace, **submitted.to_json()}
-            state_files.write_json(folder.app, content)
-            app_id = self.name_app(folder, jobs)
+                    state_files.write_json(folder.app, content)
+            app_id = self.app_id(folder, jobs)
+            if app_id != folder.app_id:
+                os.rename(link, os.path.join(self._index, app_id))
         except BaseException as error:
             with contextlib.suppress(BackendError):
                 self.cancel(jobs)
             shutil.rmtree(folder.root, ignore_errors=True)
+            state_files.remove_file(link)
             if isinstance(error, OSError):
                 where = error.filename or folder.root
                 raise SubmitError(f"cannot write the folder of the job, {where}: {error.strerror}") from None
@@ -275,8 +289,8 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
             raise BackendError(f"`{command[0]}` has printed no job id: {answer.strip()}")
         jobs.append(found[1])
 
-    def name_app(self, folder: JobFolder, jobs: Sequence[str]) -> str:
-        """Return the id of an app whose jobs were submitted."""
+    def app_id(self, folder: JobFolder, jobs: Sequence[str]) -> str:
+        """Return the id of an app that was submitted; ``jobs`` are those of its jobs."""
         return folder.app_id
 
     def prune(self) -> None:
@@ -292,7 +306,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         for app_id, folder in old.items():
             with contextlib.suppress(state_files.DamagedFileError, RemoveError):
                 app = self.read(app_id, folder, queued, brief=True)
-                if app is not None and not any(replica.is_alive for replica in app.replicas):
+                if app is not None and not self._left(app, queued):
                     self.remove(app)
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -316,17 +330,16 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
             raise StateAccessError(error, self._index) from None
         found = {}
         for name in filter(state_files.is_app_id, names):
-            path = os.path.join(self._index, name)
-            with contextlib.suppress(OSError):  # a folder, or removed just now
-                path = os.readlink(path)
-            folder = JobFolder(path)
-            if os.path.exists(folder.app):
-                found[name] = folder
+            with contextlib.suppress(OSError):  # removed just now, or no link
+                folder = JobFolder(os.readlink(os.path.join(self._index, name)))
+                if os.path.exists(folder.app):
+                    found[name] = folder
         return found
 
     @property
     def _index(self) -> str:
-        return os.path.join(state_files.state_dir(), self.name, self.index)
+        """The folder of links to the folders of apps, by the ids of these."""
+        return os.path.join(state_files.state_dir(), self.name, state_files.BATCH_IDS)
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> BatchSnapshot | None:
         folder = self.folder(app_id)
@@ -359,13 +372,14 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         if content is None:
             return None
         stored = SubmittedApp.from_json(content, one_line(folder.app))
-        jobs = self.task_ids(stored.roles, content["jobs"])
+        jobs = self._job_ids(folder, stored.roles, content["jobs"], queued)
         ending = folder.load_ending()
+        unknown = _NOT_SUBMITTED if ending is None else None
         happened = [] if brief else events.read(folder.events, below=folder.trusted)[0]
         records = [folder.records(spec) for spec in stored.roles]
         roles = [
-            read_role(spec, found, [_job(queued, task_id) for task_id in ids], ending)
-            for spec, found, ids in zip(stored.roles, records, jobs, strict=True)
+            read_role(spec, found, [_job(queued, task_id) if task_id else unknown for task_id in ids], ending)
+            for spec, found, ids in zip(stored.roles, records, self.task_ids(stored.roles, jobs), strict=True)
         ]
         return BatchSnapshot(
             app_id,
@@ -379,16 +393,31 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
             ending=ending,
             ui_url=f"file://{folder.root}",
             folder=folder,
-            jobs=content["jobs"],
+            jobs=jobs,
         )
 
+    def _job_ids(
+        self, folder: JobFolder, roles: Sequence[RoleSpec], stored: Sequence[str], queued: Mapping[str, QueuedJob]
+    ) -> Sequence[str]:
+        """Return the ids of an app's jobs that were submitted: those stored, and one that is not stored (yet)."""
+        names = self.job_names(folder, [spec.replicas for spec in roles])
+        found = self.find_job(names[len(stored)], queued) if len(stored) < len(names) else ""
+        return [*stored, found] if found else stored
+
+    def find_job(self, name: str, queued: Mapping[str, QueuedJob]) -> str:
+        """Return the id of the job that has this name; empty if the batch system knows none."""
+        return next((job_id.partition(".")[0] for job_id, job in queued.items() if job.name == name), "")
+
     def task_ids(self, roles: Sequence[RoleSpec], jobs: Sequence[str]) -> list[list[str]]:
-        """Return the batch system's ids of the replicas of each role, by those of the app's jobs."""
-        if self.array:
-            numbers = [range(self.first_task, self.first_task + spec.replicas) for spec in roles]
-            return [[f"{job}.{number}" for number in tasks] for job, tasks in zip(jobs, numbers, strict=True)]
-        remaining = iter(jobs)
-        return [[next(remaining) for _ in range(spec.replicas)] for spec in roles]
+        """Return the batch system's ids of the replicas of each role, by those of the app's jobs.
+
+        They are empty for replicas that were not submitted.
+        """
+        left = itertools.chain(jobs, itertools.repeat(""))
+        if not self.array:
+            return [list(itertools.islice(left, spec.replicas)) for spec in roles]
+        tasks = [range(self.first_task, self.first_task + spec.replicas) for spec in roles]
+        return [[f"{job}.{k}" if job else "" for k in numbers] for numbers, job in zip(tasks, left, strict=False)]
 
     def has_ended(self, app_id: str) -> bool | None:
         """Return None when the app's state is to be read, else False: the batch system is asked at most every 5 s."""
@@ -415,10 +444,14 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
             app.folder.write_stop(outcome, grace)
         except OSError:  # a full disk: the tasks cannot be asked, so that the batch system must end them
             grace = 0
-        ids, queued = self.task_ids([role.spec for role in app.roles], app.jobs), self.queued()
-        jobs = {job_id: _job(queued, job_id) for tasks in ids for job_id in tasks}
-        ending = (State.PENDING, State.RUNNING) if grace == 0 else (State.PENDING,)
-        self.cancel([job_id for job_id, job in jobs.items() if job is not None and job.state in ending])
+        left = self._left(app, self.queued())
+        self.cancel([job_id for job_id, job in left.items() if grace == 0 or job.state is State.PENDING])
+
+    def _left(self, app: BatchSnapshot, queued: Mapping[str, QueuedJob]) -> dict[str, QueuedJob]:
+        """Return the tasks of an app that wait or run, by their ids."""
+        ids = itertools.chain(*self.task_ids([role.spec for role in app.roles], app.jobs))
+        jobs = {task_id: _job(queued, task_id) for task_id in ids}
+        return {task_id: job for task_id, job in jobs.items() if job is not None and not job.state.is_terminal}
 
     def remove(self, app: BatchSnapshot) -> None:
         if any(replica.is_alive for replica in app.replicas):
@@ -430,6 +463,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
                     raise RemoveError(app.app_id, app.folder.root, error) from None
+        state_files.remove_file(os.path.join(self._index, app.app_id))
 
 
 def batch_role(role: Role, spec: RoleSpec) -> BatchRole:

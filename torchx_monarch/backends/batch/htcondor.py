@@ -33,7 +33,7 @@ class HTCondorBackend(BatchBackend[AccountOpts]):
         return ["condor_submit", "-terse", *words, *job.submit_args, "-queue", str(job.tasks)]
 
     def queued(self) -> Mapping[str, QueuedJob]:
-        names = "ClusterId,ProcId,JobStatus,HoldReason,HoldReasonCode,LastRejMatchReason"
+        names = "ClusterId,ProcId,JobStatus,JobBatchName,HoldReason,HoldReasonCode,LastRejMatchReason"
         jobs = {}
         for job in json.loads(self.run(["condor_q", "-json", "-attributes", names]).strip() or "[]"):
             queued = QueuedJob()
@@ -43,7 +43,7 @@ class HTCondorBackend(BatchBackend[AccountOpts]):
                 is_stuck = job.get("HoldReasonCode") not in (1, 15)
                 queued = QueuedJob(State.PENDING, job.get("HoldReason", "it is held"), is_stuck)
             if job["JobStatus"] != 4:  # it has ended, and may stay in the queue
-                jobs[f"{job['ClusterId']}.{job['ProcId']}"] = queued
+                jobs[f"{job['ClusterId']}.{job['ProcId']}"] = queued._replace(name=job.get("JobBatchName", ""))
         return jobs
 
 

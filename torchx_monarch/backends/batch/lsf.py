@@ -38,7 +38,7 @@ class LsfBackend(BatchBackend[BatchOpts]):
 
     def queued(self) -> Mapping[str, QueuedJob]:
         try:
-            answer = self.run(["bjobs", "-json", "-o", "jobid jobindex stat pend_reason"])
+            answer = self.run(["bjobs", "-json", "-o", "jobid jobindex stat job_name pend_reason"])
         except BackendError as error:  # the code of an empty answer depends on LSB_BJOBS_CONSISTENT_EXIT_CODE
             if "No unfinished job" not in str(error):
                 raise
@@ -47,5 +47,6 @@ class LsfBackend(BatchBackend[BatchOpts]):
         for job in json.loads(answer[answer.find("{") :])["RECORDS"] if "{" in answer else ():
             state = State.PENDING if job["STAT"] in ("PEND", "PSUSP", "WAIT") else State.RUNNING
             reason = " ".join(job.get("PEND_REASON", "").split()) if state is State.PENDING else ""
-            jobs[f"{job['JOBID']}.{job['JOBINDEX']}"] = QueuedJob(state, reason)
+            name = job["JOB_NAME"].partition("[")[0]
+            jobs[f"{job['JOBID']}.{job['JOBINDEX']}"] = QueuedJob(state, reason, name=name)
         return jobs

@@ -40,6 +40,9 @@ class PbsBackend(BatchBackend[PbsOpts]):
         words += ["-A", options.account] if options.account else []
         return [*words, *job.submit_args, "--", *job.words]
 
+    def find_job(self, name: str, queued: Mapping[str, QueuedJob]) -> str:
+        return self.run(["qselect", "-N", name]).partition(".")[0]  # qstat cuts names
+
     def queued(self) -> Mapping[str, QueuedJob]:
         jobs, job_id = {}, ""
         # -w: wide, so that ids are not cut; -s: below each job a line with its comment, indented. JSON (-f -F) has the

@@ -50,6 +50,11 @@ class SgeBackend(BatchBackend[SgeOpts]):
         for job in xml.fromstring(self.run(["qstat", "-xml", "-g", "d"])).iter("job_list"):  # -g d: each task by itself
             state = job.findtext("state", "")
             reason = "Grid Engine could not start it" if "E" in state else "it is held" if "h" in state else ""
-            queued = QueuedJob(State.RUNNING if job.get("state") == "running" else State.PENDING, reason, "E" in state)
+            queued = QueuedJob(
+                State.RUNNING if job.get("state") == "running" else State.PENDING,
+                reason,
+                is_stuck="E" in state,
+                name=job.findtext("JB_name", ""),
+            )
             jobs[f"{job.findtext('JB_job_number')}.{job.findtext('tasks')}"] = queued
         return jobs

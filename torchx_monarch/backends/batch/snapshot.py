@@ -21,11 +21,13 @@ class QueuedJob(NamedTuple):
         state: PENDING or RUNNING, or how it has ended, if the batch system remembers that.
         reason: why it waits, or why it has ended; empty if there is nothing to say.
         is_stuck: whether it can never start.
+        name: its name, by which a job is found whose submitter was killed before it had read the id.
     """
 
     state: State = State.RUNNING
     reason: str = ""
     is_stuck: bool = False
+    name: str = ""
 
 
 def read_role(

@@ -29,6 +29,9 @@ T = TypeVar("T")
 MAX_FILE_BYTES = 256 * 1024 * 1024
 """The maximum bytes read of a file: the status of hundreds of replicas holds the error file of each."""
 
+BATCH_IDS = "ids"
+"""The folder, in that of a batch system (``slurm``, ``pbs``), whose links lead from ids of apps to their folders."""
+
 _KEEP_DAYS = 14.0
 
 

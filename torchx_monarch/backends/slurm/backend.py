@@ -22,7 +22,6 @@ from torchx.workspace.dir_workspace import DirWorkspaceMixin
 from torchx_monarch.backends.batch.backend import BatchBackend, BatchSnapshot, Job
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob
-from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -70,11 +69,11 @@ class _DirWorkspace(DirWorkspaceMixin):  # type: ignore[misc]
 class SlurmBackend(BatchBackend[SlurmOpts]):
     """Runs each role as a step of a Slurm job, and each replica as the task of one node.
 
-    An app's id is that of its job, which a link in ``slurm/ids`` of the state directory leads to the app's folder.
+    An app's id is that of its job.
     """
 
     options = SlurmOpts
-    name, index, cancel_command = "slurm", "ids", ("scancel",)
+    name, cancel_command = "slurm", ("scancel",)
     job_id = r"(\d+)(?:;\S+)?\s*$"  # with several clusters, --parsable prints ID;CLUSTER
     install = "Slurm's commands, as the login nodes of a cluster have them (Debian: slurm-client, Red Hat: slurm)"
     poll = 0.1
@@ -109,7 +108,7 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
     def queued(self) -> Mapping[str, QueuedJob]:
         """Return the user's jobs as slurmctld reports them, also for some minutes after their end."""
         which = ("--all", f"--user={os.getuid()}", "--states=all")
-        return parse_jobs(self.run(["squeue", "--noheader", *which, "--format=%i|%T|%r"]))
+        return parse_jobs(self.run(["squeue", "--noheader", *which, "--format=%i|%T|%r|%Z"]))
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
@@ -140,23 +139,26 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         with open(os.path.join(folder.root, "job.sh"), "x") as file:
             file.write(request.script)
 
-    def name_app(self, folder: JobFolder, jobs: Sequence[str]) -> str:
-        """Return the job's id, and link it to the folder. Slurm uses an id again some day: the last job has it."""
-        aside = os.path.join(self._index, f".{jobs[0]}.{os.getpid()}")
-        os.symlink(folder.root, aside)
-        os.rename(aside, os.path.join(self._index, jobs[0]))
+    def app_id(self, folder: JobFolder, jobs: Sequence[str]) -> str:
+        """Return the job's id. Slurm uses an id again some day: the last job has it."""
         return jobs[0]
 
+    def job_names(self, folder: JobFolder, replicas: Sequence[int]) -> list[str]:
+        """Return the working folder of the one job: its name is for its user."""
+        return [folder.root]
+
     def task_ids(self, roles: Sequence[RoleSpec], jobs: Sequence[str]) -> list[list[str]]:
-        return [[jobs[0]] * spec.replicas for spec in roles]
+        (job,) = jobs or [""]
+        return [[job] * spec.replicas for spec in roles]
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def report(self, folders: Mapping[str, JobFolder]) -> Mapping[str, QueuedJob]:
         """Add jobs that Slurm's controller has forgotten, from the accounting database."""
         queued = dict(self.queued())
-        forgotten = [app_id for app_id in folders.keys() - queued.keys() if not self.has_recorded_end(folders[app_id])]
-        if forgotten:
+        # An app has another id only if its submitter was killed: its job is young.
+        ids = filter(str.isdigit, folders.keys() - queued.keys())
+        if forgotten := [app_id for app_id in ids if not self.has_recorded_end(folders[app_id])]:
             words = ["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State"]
             with contextlib.suppress(BackendError):  # there is no accounting
                 queued |= parse_jobs(self.run([*words, f"--jobs={','.join(forgotten)}"]))
@@ -171,10 +173,10 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         self, app_id: str, folder: JobFolder, queued: Mapping[str, QueuedJob], *, brief: bool
     ) -> BatchSnapshot | None:
         """Return the snapshot of a job, whose outcome is Slurm's and the batch step's."""
-        job, record = queued.get(app_id), load_record(folder)
-        app = super().read(app_id, folder, {app_id: job} if job else {}, brief=brief)
+        record, app = load_record(folder), super().read(app_id, folder, queued, brief=brief)
         if app is None:
             return None
+        job = queued.get(*app.jobs) if app.jobs else None
         outcome = _outcome(job, record, folder)
         active = job is not None and not job.state.is_terminal and (outcome is None or not outcome.state.is_terminal)
         return replace(
@@ -184,12 +186,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
             started=record.started if record else 0.0,
             roles=[replace(role, is_active=active) for role in app.roles],
         )
-
-    # -- ending --------------------------------------------------------------------------------------------------------
-
-    def remove(self, app: BatchSnapshot) -> None:
-        super().remove(app)
-        state_files.remove_file(os.path.join(self._index, app.app_id))
 
 
 def _outcome(job: QueuedJob | None, record: BatchRecord | None, folder: JobFolder) -> Outcome | None:
@@ -214,21 +210,21 @@ def _outcome(job: QueuedJob | None, record: BatchRecord | None, folder: JobFolde
 
 
 def parse_jobs(text: str) -> dict[str, QueuedJob]:
-    """Parse lines of ``ID|STATE|REASON``, of which the last may be missing."""
+    """Parse lines of ``ID|STATE|REASON|FOLDER``, of which the last two may be missing."""
     jobs: dict[str, QueuedJob] = {}
     for line in text.splitlines():
-        job_id, *fields = line.split("|", 2)
+        job_id, *fields = line.split("|", 3)
         found = _JOB_ID.fullmatch(job_id.strip())
         if found is not None and fields:
             jobs.setdefault(found[1], _job(*(field.strip() for field in fields)))
     return jobs
 
 
-def _job(shown: str, reason: str = "") -> QueuedJob:
+def _job(shown: str, reason: str = "", folder: str = "") -> QueuedJob:
     """Return a job by its state, which may be shown as ``CANCELLED by 1000`` or ``CANCELLED+``, and why it waits."""
     name = shown.partition(" ")[0].rstrip("+")
     state = next((state for state, names in _STATES.items() if name in names.split()), State.UNKNOWN)
     if state is State.PENDING and reason not in ("", "None", "(null)"):
-        return QueuedJob(state, f"{name}: waits for {reason}")
+        return QueuedJob(state, f"{name}: waits for {reason}", name=folder)
     is_said = name == "SUSPENDED" or (state in (State.CANCELLED, State.FAILED) and name != "FAILED")
-    return QueuedJob(state, f"Slurm reports {shown}" if is_said else "")
+    return QueuedJob(state, f"Slurm reports {shown}" if is_said else "", name=folder)
