@@ -141,7 +141,8 @@ def submit(
     if not isinstance(scheduler_cfg or {}, Mapping):
         raise TypeError(f"scheduler_cfg={scheduler_cfg!r}: give a dict of run options, such as {{'grace': 10}}")
     held = hold_for_runs(app, idle_timeout)
-    names = [held_role.name for held_role in held.roles if rank_command(held_role) is not None]
+    commands = {held_role.name: rank_command(held_role) for held_role in held.roles}
+    names = [name for name, command in commands.items() if command is not None and command.kind == "hosts"]
     if role and role not in names:
         raise ValueError(f"role={role!r}: the roles of app {app.name!r} with hosts for runs are {', '.join(names)}")
     handle: str = runner.schedule(runner.dryrun(held, scheduler, dict(scheduler_cfg or {}), workspace=workspace))
