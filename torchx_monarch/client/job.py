@@ -67,11 +67,12 @@ class SPMDJob(AttachedJob):
             hosts have.
         sync: when the hosts get a copy of the workspace; see ``client.workspace_sync.SyncMode``.
         start_timeout: seconds that a method waits for hosts that have not started; None for no limit.
-        **upstream: none: the constructor of ``monarch.job.spmd.SPMDJob`` has other arguments.
+        scheduler: an argument of ``monarch.job.spmd.SPMDJob``, which is refused.
+        original_roles: another one.
 
     Raises:
         ValueError: ``sync`` is not a value of ``client.workspace_sync.SyncMode``.
-        TypeError: an argument is one of ``monarch.job.spmd.SPMDJob``.
+        TypeError: ``scheduler`` or ``original_roles`` is given, or the name of the scheduler as the role.
     """
 
     handle: str
@@ -85,13 +86,14 @@ class SPMDJob(AttachedJob):
         workspace: str | None = None,
         sync: SyncMode = "auto",
         start_timeout: float | None = START_TIMEOUT,
-        **upstream: object,
+        *,
+        scheduler: None = None,
+        original_roles: None = None,
     ) -> None:
-        if upstream or role == handle.partition("://")[0]:
-            wrong = next(iter(upstream), "") or repr(role)
+        if scheduler is not None or original_roles is not None or role == handle.partition("://")[0]:
             raise TypeError(
-                f"SPMDJob takes no {wrong}, as monarch.job.spmd.SPMDJob does: the handle names the scheduler, and the "
-                f"hosts know their command. Write SPMDJob.attach({handle!r})"
+                "SPMDJob takes neither scheduler nor original_roles, as monarch.job.spmd.SPMDJob does: the handle "
+                f"names the scheduler, and the hosts know their command. Write SPMDJob.attach({handle!r})"
             )
         check_when(sync)
         super().__init__(start_timeout)
