@@ -42,9 +42,9 @@ _WRAPS = [
     _register(f"wrap_{name}", name, functools.partial(create_wrapped, name, wrapped))
     for name, wrapped in configured_wraps().items()
 ]
-_BOTH = ["_0_default", *_WRAPS, *(_register(name, name, functools.partial(create, name)) for name in NAMES)]
+_ALL = ["_0_default", *_WRAPS, *(_register(name, name, functools.partial(create, name)) for name in NAMES)]
 
 
 def __dir__() -> list[str]:
     """Return the names of the functions that the registry that asks is to collect."""
-    return _WRAPS if torchx_api.asking_registry_reads_entry_points() else _BOTH
+    return _WRAPS if torchx_api.asking_registry_reads_entry_points() else _ALL

@@ -208,24 +208,21 @@ class WrappedBackend(Backend[NetworkOpts, AppDryRunInfo[Any, Any], AppSnapshot])
         self, app_id: str, record: Record | None, response: DescribeAppResponse | None, brief: bool
     ) -> AppSnapshot:
         response = dataclasses.replace(response or DescribeAppResponse(state=AppState.UNKNOWN), app_id=app_id)
-        submitted, results = stored_app(record, response), dict[str, str]()
+        submitted, result = stored_app(record, response), ""
         if record is not None and (response.state is AppState.UNKNOWN or (is_terminal(response.state) and not brief)):
-            results = self._results(app_id, record, submitted)
-        return build(
-            record, submitted, response, results, "localhost" if isinstance(self.inner, LocalScheduler) else ""
-        )
+            result = self._result(app_id, record, submitted)
+        return build(record, submitted, response, result, "localhost" if isinstance(self.inner, LocalScheduler) else "")
 
-    def _results(self, app_id: str, record: Record, submitted: SubmittedApp) -> dict[str, str]:
-        """Return the results that the hosts' logs hold, by role: that of its replica 0."""
-        found = {}
-        for role in [role.name for role in submitted.roles if role.runs_hosts]:
-            with contextlib.suppress(Exception):  # its log has none, or is gone
-                lines = _log_lines(self.inner, app_id, role, 0, LogQuery())
-                found[role] = error_files.cleaned(verified(lines, record.result_key)[-1])
-        return found
+    def _result(self, app_id: str, record: Record, submitted: SubmittedApp) -> str:
+        """Return the result that the log of replica 0 of the hosts' role holds; empty if it has none, or is gone."""
+        with contextlib.suppress(Exception):
+            (role,) = (role.name for role in submitted.roles if role.runs_hosts)
+            lines = _log_lines(self.inner, app_id, role, 0, LogQuery())
+            return error_files.cleaned(verified(lines, record.result_key)[-1])
+        return ""
 
     def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:
-        """Yield the lines without the results that hosts have signed for ``_results``."""
+        """Yield the lines without the results that hosts have signed for ``_result``."""
         record = self.records.load(app.app_id)
         key = record.result_key if record else ""
         with self._asking(f"read the log of {app.app_id}"):

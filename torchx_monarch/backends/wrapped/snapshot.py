@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,31 +36,37 @@ def build(
     record: Record | None,
     submitted: SubmittedApp,
     response: DescribeAppResponse,
-    results: Mapping[str, str],
+    result: str,
     hostname: str,
 ) -> AppSnapshot:
     """Return the snapshot of an app. Replicas of which nothing is told are in the app's state.
 
     Args:
         response: the other scheduler's description; UNKNOWN if it does not know the app.
-        results: what the hosts have written of their end, by role: JSON text, as far as that is known.
+        result: what the hosts, which the first role alone has, have written of their end: JSON text; empty if that is
+            not known.
         hostname: the name of the machine of replicas of which nothing is told; empty if it is not known.
     """
-    ends = {role: HostResult.from_text(text) for role, text in results.items()}
-    now = _app_state(state(response.state), record, submitted, ends)
-    error = response.structured_error_msg if now is State.FAILED else NONE
-    error = "" if error == NONE else error
-    causes = _failures_by_role(submitted, error, results, ends) if now is State.FAILED else {}
-    if error and not causes:
-        native = Outcome(now, HostResult.from_text(error).reason, error)
-    else:
-        native = Outcome(now, "" if response.msg == NONE or causes else response.msg)
+    end, now = HostResult.from_text(result), state(response.state)
+    if now is State.UNKNOWN and record is not None and record.cancelled:
+        now = State.CANCELLED
+    elif now is State.UNKNOWN and result and len(submitted.roles) == 1:
+        now = State.FAILED if end.code else State.SUCCEEDED
+    native, cause = Outcome(now, "" if response.msg == NONE else response.msg), ""
+    if now is State.FAILED:
+        error = "" if response.structured_error_msg == NONE else response.structured_error_msg
+        # The other scheduler's error does not name its role.
+        cause = error if error and len(submitted.roles) == 1 else result if end.reason else ""
+        if cause:
+            native = Outcome(now)
+        elif error:
+            native = Outcome(now, HostResult.from_text(error).reason, error)
     statuses = {(status.role, status.id): status for role in response.roles_statuses for status in role.replicas}
     roles = []
-    for spec in submitted.roles:
+    for index, spec in enumerate(submitted.roles):
         default = [ReplicaStatus(replica, response.state, spec.name, hostname) for replica in range(spec.replicas)]
         found = [statuses.get((spec.name, status.id), status) for status in default]
-        roles.append(RoleSnapshot(spec, [_replica(status, now, causes.get(spec.name, "")) for status in found]))
+        roles.append(RoleSnapshot(spec, [_replica(status, now, "" if index else cause) for status in found]))
     return AppSnapshot(
         response.app_id,
         submitted.app.name,
@@ -70,31 +75,9 @@ def build(
         created=record.created if record else 0.0,
         native=native,
         is_supervised=True,  # the other scheduler may be about to start a replica again
-        restarts=max(0, response.num_restarts) + sum(end.rank_restarts for end in ends.values()),
+        restarts=max(0, response.num_restarts) + end.rank_restarts,
         ui_url=response.ui_url or "",
     )
-
-
-def _app_state(
-    described: State, record: Record | None, submitted: SubmittedApp, ends: Mapping[str, HostResult]
-) -> State:
-    """Return the state of an app: what its hosts tell of their end where the other scheduler does not know it."""
-    if described is not State.UNKNOWN:
-        return described
-    if record is not None and record.cancelled:
-        return State.CANCELLED
-    if not submitted.roles or len(ends) < len(submitted.roles):
-        return State.UNKNOWN
-    return State.FAILED if any(end.code for end in ends.values()) else State.SUCCEEDED
-
-
-def _failures_by_role(
-    submitted: SubmittedApp, error: str, results: Mapping[str, str], ends: Mapping[str, HostResult]
-) -> Mapping[str, str]:
-    """Return the results of the roles that failed. The other scheduler's ``error`` does not name its role."""
-    if error and len(submitted.roles) == 1:
-        return {submitted.roles[0].name: error}
-    return {role: text for role, text in results.items() if ends[role].reason}
 
 
 def _replica(status: ReplicaStatus, app: State, error: str) -> ReplicaSnapshot:
