@@ -27,14 +27,9 @@ class TorchXCommand:
     log_stream: TextIO | None = None
 
     @property
-    def submits(self) -> bool:
-        """Whether it is ``torchx run``."""
-        return hasattr(self.options, "wait")
-
-    @property
     def waits(self) -> bool:
-        """Whether it waits for the end of the job that it submits."""
-        return self.submits and (self.options.wait or self.options.log)
+        """Whether it is a ``torchx run`` that waits for the end of the job that it submits."""
+        return bool(getattr(self.options, "wait", False) or getattr(self.options, "log", False))
 
 
 running: TorchXCommand | None = None
