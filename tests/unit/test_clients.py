@@ -7,7 +7,6 @@ import base64
 import json
 import os
 import pickle
-import re
 import stat
 import subprocess
 import sys
@@ -120,7 +119,11 @@ def _attached(address: str, leaf: Mapping[str, str] | None = None) -> Attachment
     ids=["empty", "truncated", "no job", "another version"],
 )
 def test_a_cached_job_that_cannot_be_loaded_is_removed(
-    content: bytes | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: bytes | None,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     from torchx_monarch import MonarchJob, SPMDJob
 
@@ -130,11 +133,10 @@ def test_a_cached_job_that_cannot_be_loaded_is_removed(
         with monkeypatch.context() as patch:
             patch.setattr("torchx_monarch.client.attached_job.__version__", "0.0.1")
             cached.write_bytes(job.dumps() if content is None else content)
-        with (
-            pytest.warns(UserWarning, match=re.escape(f"{cached}: it cannot be loaded: {why}")),
-            pytest.raises((AllocationError, UserError)),  # of the job that is applied instead
-        ):
+        with pytest.raises((AllocationError, UserError)):  # of the job that is applied instead
             job.state(str(link))
+        assert f"removing the cached state of a job, {cached}: it cannot be loaded: {why}" in caplog.text
+        caplog.clear()
         assert link.is_symlink() and not cached.exists()
 
 

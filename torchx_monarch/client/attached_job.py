@@ -17,7 +17,6 @@ import shutil
 import socket
 import tempfile
 import time
-import warnings
 from collections.abc import Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -216,7 +215,7 @@ class AttachedJob(JobTrait):  # type: ignore[misc]
 def discard_cached_job(path: str, why: str) -> None:
     """Remove the cached state of a job, but no link to it, and warn of that."""
     path = os.path.realpath(path)
-    warnings.warn(f"Removing the cached state of a job, {path}: {why}", stacklevel=3)
+    _log.warning("removing the cached state of a job, %s: %s", path, why)
     with contextlib.suppress(FileNotFoundError):
         os.remove(path)
 
