@@ -120,40 +120,24 @@ def _retries(spec: RoleSpec) -> Object:
 
 
 def _template(app: AppDef, index: int, runs_hosts: bool, context: _PodContext) -> Object:
+    """Return the pod that TorchX renders for a role, adapted to its host and the run options."""
     role, cfg = app.roles[index], context.cfg
     values = macros.Values(img_root="", app_id=context.app_id, replica_id=_REPLICA, rank0_env=RANK0_HOST)
     applied: Role = values.apply(role)
     applied.env["TORCHX_IMAGE"] = applied.image  # as in TorchX
+    if handle := applied.env.get("TORCHX_JOB_ID"):  # TorchX omits the namespace, and no app has that handle
+        applied.env["TORCHX_JOB_ID"] = handle.replace(f"/{context.app_id}", f"/{context.namespace}:{context.app_id}")
     pod = role_to_pod("main", applied, cfg.service_account)
     if overlay := get_overlay(role, "kubernetes", "V1Pod"):
         torchx_api.apply_pod_overlay(pod, overlay)
     made: Object = sanitize_for_serialization(pod)
+    metadata, spec = made["metadata"], made["spec"]
     labels = pod_labels(app=app, role_idx=index, role=role, replica_id=0, app_id=context.app_id)
     del labels[LABEL_REPLICA_ID]
-    made["metadata"].setdefault("labels", {}).update(labels)
-    _complete(made, index, runs_hosts, context)
-    spec = made["spec"]
-    spec["subdomain"] = context.app_id
-    container = spec["containers"][0]
-    # A variable can refer only to variables before it, and Kubernetes appends its own JOB_COMPLETION_INDEX at the end.
-    position = {"name": _INDEX, "valueFrom": {"fieldRef": {"fieldPath": _INDEX_ANNOTATION}}}
-    container["env"] = [position, *container["env"]]
-    container["command"] = [word.replace(_REPLICA, f"$({_INDEX})") for word in container["command"]]
-    for variable in container["env"]:
-        if "value" in variable:
-            variable["value"] = variable["value"].replace(_REPLICA, f"$({_INDEX})")
-    # TorchX's role_to_pod takes over the instance type only.
-    selected = {name: str(value) for name, value in role.resource.capabilities.items() if "/" in name}
-    spec["nodeSelector"] = {**selected, **(spec.get("nodeSelector") or {})}
-    return {"metadata": made["metadata"], "spec": spec}
-
-
-def _complete(pod: Object, role_index: int, runs_hosts: bool, context: _PodContext) -> None:
-    """Adapt a pod made by ``role_to_pod``, in place, to its host and the run options."""
-    metadata, spec, cfg = pod["metadata"], pod["spec"], context.cfg
-    labels = {LABEL_APP: context.app_id, **(cfg.labels or {}), LABEL_ROLE: str(role_index)}
+    labels.update({LABEL_APP: context.app_id, **(cfg.labels or {}), LABEL_ROLE: str(index)})
     metadata.setdefault("labels", {}).update(labels)
     metadata.setdefault("annotations", {}).update(cfg.annotations or {})
+    spec["subdomain"] = context.app_id
     spec["terminationGracePeriodSeconds"] = cfg.grace + int(HOST_EXTRA)
     # Otherwise the command is process 1 of its PID namespace, and the kernel discards signals that process 1 has no
     # handler for: a shell, or an interpreter that is still importing, would last for the whole grace period.
@@ -163,8 +147,9 @@ def _complete(pod: Object, role_index: int, runs_hosts: bool, context: _PodConte
         spec.setdefault("imagePullSecrets", []).append({"name": cfg.image_secret})
     if cfg.priority_class:
         spec["priorityClassName"] = cfg.priority_class
-    if cfg.node_selector:
-        spec.setdefault("nodeSelector", {}).update(cfg.node_selector)
+    # TorchX's role_to_pod takes over the instance type only.
+    selected = {name: str(value) for name, value in role.resource.capabilities.items() if "/" in name}
+    spec["nodeSelector"] = {**selected, **(spec.get("nodeSelector") or {}), **(cfg.node_selector or {})}
     if cfg.exclude_nodes:
         _exclude_nodes(spec, cfg.exclude_nodes.split("+"))
     if cfg.tolerations:
@@ -174,18 +159,20 @@ def _complete(pod: Object, role_index: int, runs_hosts: bool, context: _PodConte
     # A container without a host process, or whose host has not begun (such as an image without Python), writes no
     # termination message; its last log lines then serve as one.
     container["terminationMessagePolicy"] = "FallbackToLogsOnError"
-    # Kubernetes expands $(NAME) and turns $$ into $. TorchX does not escape the user's own text against this.
-    container["command"] = [word.replace("$", "$$") for word in container.get("command", ())]
+    container["command"] = [_expandable(word) for word in container.get("command", ())]
     added = _variables(runs_hosts, context)
     names = {variable["name"] for variable in added}
     variables = [dict(variable) for variable in container.get("env", ()) if variable["name"] not in names]
     for variable in variables:
-        if variable["name"] == "TORCHX_JOB_ID":  # TorchX omits the namespace, and no app has that handle
-            handle = variable["value"]
-            variable["value"] = handle.replace(f"/{context.app_id}", f"/{context.namespace}:{context.app_id}")
         if "value" in variable:
-            variable["value"] = variable["value"].replace("$", "$$")
+            variable["value"] = _expandable(variable["value"])
     container["env"] = [*added, *variables]
+    return {"metadata": metadata, "spec": spec}
+
+
+def _expandable(text: str) -> str:
+    """Return a text of the user as Kubernetes, which expands $(NAME) and turns $$ into $, gives it to the container."""
+    return text.replace("$", "$$").replace(_REPLICA, f"$({_INDEX})")
 
 
 def _exclude_nodes(spec: Object, nodes: Sequence[str]) -> None:
@@ -203,7 +190,9 @@ def _variables(runs_hosts: bool, context: _PodContext) -> list[Object]:
     hosts = {RANK0_HOST: context.hosts[0]}
     # Controllers connect to replica 0 of the other roles.
     hosts.update({replica0_variable(index): host for index, host in enumerate(context.hosts)})
-    added: list[Object] = [{"name": name, "value": host} for name, host in hosts.items()]
+    # A variable can refer only to variables before it, and Kubernetes appends its own JOB_COMPLETION_INDEX at the end.
+    added: list[Object] = [{"name": _INDEX, "valueFrom": {"fieldRef": {"fieldPath": _INDEX_ANNOTATION}}}]
+    added += [{"name": name, "value": host} for name, host in hosts.items()]
     if runs_hosts:
         # From a Secret, so that descriptions of the pod do not contain the private key.
         reference = {"secretKeyRef": {"name": context.app_id, "key": SECRET_KEY}}
