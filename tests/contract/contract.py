@@ -148,6 +148,18 @@ if rank == "1":
 dist.all_reduce(torch.ones(1))
 """
 
+_FAILS_WHEN_TOLD = """
+while not told("go"):
+    time.sleep(0.1)
+sys.exit(3)
+"""
+
+_IS_LOST = """
+while not told("go"):
+    time.sleep(0.1)
+os.kill(os.getppid(), signal.SIGKILL)  # the host
+"""
+
 _FAILS = """
 if rank == "3":
     raise ValueError("boom")
@@ -444,14 +456,27 @@ class Contract(Groups):
             handle = place.run(place.role("sh", "-c", f"exit {code}"))
             place.wait(handle, state)
             _read(place, handle, state)
-        # Its result is decided, and the process that has submitted it does not ask.
-        mark_sidecar(side)
-        handle = place.run(place.role("true"), side)
-        with Runner("torchx", place.schedulers) as reader:
-            until(lambda: reader.status(handle).roles[0].replicas[0].state is AppState.SUCCEEDED, "the trainer", WITHIN)
-            if place.ends_rest:
-                until(lambda: reader.status(handle).is_terminal(), "the end", WITHIN)
-        _read(place, handle, AppState.SUCCEEDED if place.ends_rest else AppState.RUNNING)
+
+    @pytest.mark.scenario("ends by itself")
+    @pytest.mark.parametrize("decision", ["failed", "succeeded", "lost", "failed hosts"])
+    def test_an_app_ends_when_it_is_decided_though_nobody_looks(self, place: Place, decision: str) -> None:
+        """Whoever has submitted it is dead by then."""
+        program = _program(place, _IS_LOST if decision == "lost" else _FAILS_WHEN_TOLD)
+        other = place.role("sleep", "1000", name="other")
+        if decision == "succeeded":
+            mark_sidecar(other)
+        first = {
+            "failed": lambda: place.role("sh", "-c", "sleep 1; exit 3"),
+            "succeeded": lambda: place.role("true"),
+            "lost": lambda: place.torchrun(program, nproc=1, replicas=1),
+            "failed hosts": lambda: place.torchrun(program, nproc=1, replicas=1),
+        }[decision]()
+        if decision == "failed hosts":
+            other = place.torchrun(_program(place, "time.sleep(1000)"), nproc=1, name="other")
+        handle = place.submit_and_die(first, other)
+        place.tell("go")
+        place.wait(handle, AppState.SUCCEEDED if decision == "succeeded" else AppState.FAILED)
+        assert place.status(handle).roles[1].replicas[0].state is not AppState.RUNNING
 
     @pytest.mark.scenario("command at the end")
     @pytest.mark.parametrize("code", [0, 3])

@@ -7,9 +7,11 @@ import abc
 import contextlib
 import os
 import pkgutil
+import signal
 import subprocess
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -81,7 +83,6 @@ class Place(abc.ABC):
             ``MODULE:NAME``; empty without one.
         package: the Python package of the client library; empty without one.
         install: what the message names when the client library, or tool, is missing.
-        ends_rest: whether a process of the job's own ends its sidecars when the other roles have succeeded.
         names_hosts: whether ``status`` shows the host names that the replicas themselves know.
         keeps_preempted_logs: whether the log of a replica that ``preempt`` takes away stays.
         names_preemptions: whether the hosts' log always tells a preemption from a stop request.
@@ -115,7 +116,6 @@ class Place(abc.ABC):
     request_function: ClassVar[str] = ""
     package: ClassVar[str] = ""
     install: ClassVar[str] = ""
-    ends_rest: ClassVar[bool] = False
     names_hosts: ClassVar[bool] = True
     keeps_preempted_logs: ClassVar[bool] = True
     names_preemptions: ClassVar[bool] = True
@@ -160,6 +160,25 @@ class Place(abc.ABC):
         """Submit an app, and return its handle."""
         app = AppDef(name, list(roles), {"team": "a b"})
         handle: str = self.runner.run(app, self.name, cfg={**self.cfg, **cfg}, workspace=workspace)
+        return self.adopt(handle)
+
+    def submit_and_die(self, *roles: Role) -> str:
+        """Submit an app from a process that is killed as soon as it knows the handle; return the handle."""
+        read, write = os.pipe()
+        submitter = os.fork()
+        if submitter == 0:
+            try:
+                runner = Runner("torchx", self.schedulers)
+                os.write(write, runner.run(AppDef("app", list(roles)), self.name, cfg=self.cfg).encode())
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.close(write)
+        with open(read) as pipe:
+            handle = pipe.read()
+        os.waitpid(submitter, 0)
+        assert handle, "the app was not submitted"
         return self.adopt(handle)
 
     def submit_script(self, script: Path, *args: str) -> str:
@@ -254,13 +273,17 @@ class Place(abc.ABC):
             return [(entry.app_handle, entry.state) for entry in runner.list(self.name, cfg=self.list_cfg)]
 
     def facts(self, handle: str) -> object:
-        """Return what reading must not change: by default this machine's state folder and this test's processes."""
+        """Return what reading must not change: by default this machine's state folder and this test's processes.
+
+        The owner of an app (``schedulers.owner``) ends by itself, some seconds after the app.
+        """
         mark = os.environ["TORCHX_MONARCH_TEST"].encode()
         processes = set()
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
-                    processes.add((entry.name, (entry / "cmdline").read_bytes()))
+                command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+                if command and b"schedulers.owner" not in command and mark in (entry / "environ").read_bytes():
+                    processes.add((entry.name, command))
         return tree(os.environ["MONARCH_STATE_DIR"]), processes
 
     def is_read(self, *request: Any) -> bool:

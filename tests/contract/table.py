@@ -36,6 +36,7 @@ SCENARIOS = (
     "retries",
     "elastic role",
     "groups restart alone",
+    "ends by itself",
     "command at the end",
     "environment arrives whole",
     "preemption",

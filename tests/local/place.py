@@ -17,7 +17,6 @@ class LocalPlace(QueuePlace):
 
     name = "monarch_local"
     factory = staticmethod(monarch_local)
-    ends_rest = True
     cannot = {
         "credentials not on show": "hosts of one machine meet at socket files of their own and need none",
         "missing tool says what to install": "it needs nothing beside this package",

@@ -107,7 +107,7 @@ def test_all_begin_again_when_one_role_has_failed_and_none_before_the_others_are
     assert begins(first) == begins(second) == ALL
     assert len(first) == 7, first  # the one that failed did not say so
     assert "FAILED: reader/1 failed: rank 1 (local rank 0 on " in trainer.err(), trainer.err()
-    assert "ValueError: boom; the application begins again, while retries are left" in trainer.err()
+    assert "ValueError: boom; all roles end with it, and begin again while retries are left" in trainer.err()
     assert all(hosts.err().count("FAILED") == 1 for hosts in (trainer, reader))
 
 

@@ -279,5 +279,5 @@ def test_states(
     status = reduce(app)
     assert status.state is state
     assert status.message.startswith(message) and bool(status.message) == bool(message)
-    assert [status.shown(replica) for replica in app.replicas] == shown
+    assert [status.state_of(replica) for replica in app.replicas] == shown
     assert app.app == APP

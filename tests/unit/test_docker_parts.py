@@ -19,7 +19,7 @@ from torchx.specs import AppDef, BindMount, InvalidRunConfigException, Resource,
 
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.snapshot import Outcome
-from torchx_monarch.backends.core.state import reduce
+from torchx_monarch.backends.core.state import pending_stop, reduce
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import seconds
@@ -221,8 +221,9 @@ def test_state_without_some_containers(
     found: list[SimpleNamespace], sizes: tuple[int, int], hosts: bool, state: State, stop: bool, message: str
 ) -> None:
     specs = [spec("main", sizes[0], hosts=hosts), *([spec("o", sizes[1])] if sizes[1] else [])]
-    status = reduce(build(specs, *found))
-    assert (status.state, status.is_stop_due, status.message) == (state, stop, message)
+    app = build(specs, *found)
+    status = reduce(app)
+    assert (status.state, pending_stop(app) is not None, status.message) == (state, stop, message)
 
 
 def test_a_container_becomes_a_replica() -> None:
@@ -266,7 +267,7 @@ def test_a_host_that_must_not_be_restarted_has_ended() -> None:
     (replica,) = app.replicas
     assert (replica.state, replica.restarts, replica.ended) == (State.FAILED, 1, NOW - 20)
     status = reduce(app)
-    assert (status.state, status.is_stop_due, status.error) == (State.FAILED, False, result.to_text())
+    assert (status.state, pending_stop(app), status.error) == (State.FAILED, None, result.to_text())
     assert status.message == "replica main/0 exited with code 78; not started again: exit code 78 asks for it"
 
 

@@ -15,7 +15,7 @@ from torchx.specs import AppDef, BindMount, DeviceMount, InvalidRunConfigExcepti
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
-from torchx_monarch.backends.core.state import AppStatus, count_restarts, reduce
+from torchx_monarch.backends.core.state import AppStatus, count_restarts, pending_stop, reduce
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.kubernetes import request, snapshot
@@ -364,7 +364,7 @@ def run(phase: str = "Running", at: float = 0.0, **more: Any) -> Attempt:
 
 def test_leaves_a_job_alone_that_has_only_to_report_its_end() -> None:
     found = state_of(role("main", [run("Succeeded", 900.0)]))
-    assert (found.state, found.is_stop_due) == (State.RUNNING, False)
+    assert found.state is State.RUNNING and pending_stop(app(role("main", [run("Succeeded", 900.0)]))) is None
 
 
 def test_waits_for_a_replacement() -> None:
@@ -395,9 +395,8 @@ def test_a_pod_that_can_never_start_fails_the_app_after_a_while() -> None:
 
     found = state_of(role("main", [stuck(950.0)], [run()]))
     assert (found.state, found.message) == (State.RUNNING, "replica main/0: ErrImagePull: not found")
-    later = state_of(role("main", [stuck(930.0)]))
-    assert later.is_stop_due
-    assert later.outcome == Outcome(State.FAILED, "replica main/0 cannot start: ErrImagePull: not found")
+    failed = Outcome(State.FAILED, "replica main/0 cannot start: ErrImagePull: not found")
+    assert pending_stop(app(role("main", [stuck(930.0)]))) == failed
     queued = JobReport(True, reason="waits for Kueue to admit it to the queue a")
     assert state_of(role("main", [], job=queued)).message == "role main waits for Kueue to admit it to the queue a"
 
@@ -434,7 +433,7 @@ def test_a_snapshot_of_an_apps_objects() -> None:
     assert (found.app_id, found.name, found.grace, found.ending, found.native) == ("n:a", "My App", 7.0, None, None)
     assert [replica.state for replica in found.replicas] == [State.RUNNING, State.PENDING]
     assert found.replicas[0].hostname == "app-r-0.a.n.svc"
-    assert [role.is_open for role in found.roles] == [True]
+    assert [role.is_active for role in found.roles] == [True]
     refused = snapshot.assemble(stored(packed(), jobs=[job]), NOW, {"u": "gets no pods: quota"})
     assert reduce(refused).message == "role main gets no pods: quota"
 

@@ -401,7 +401,7 @@ def test_only_backends_that_replace_replicas_promise_replacements() -> None:
     ("change", "peers"),
     [
         ({}, 1),
-        ({"max_retries": 0}, 0),
+        ({"max_retries": 0}, 0),  # of one of them
         ({"retry_policy": RetryPolicy.ROLE}, 0),
         ({"args": ["-m", "torchx_monarch.hosts"], "entrypoint": "python"}, 0),
         ({"args": ["-c", "sleep 1"], "entrypoint": "sh"}, 0),

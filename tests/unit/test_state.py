@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,7 +13,7 @@ from torchx.specs import AppDef, Role
 
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
-from torchx_monarch.backends.core.state import SETTLE, AppStatus, count_restarts, reduce
+from torchx_monarch.backends.core.state import AppStatus, count_restarts, pending_stop, reduce
 from torchx_monarch.command.allocations import hold_for_runs
 from torchx_monarch.command.rewrite import WrapOptions, rewrite
 from torchx_monarch.components import controller
@@ -108,14 +107,14 @@ S, F, R, P, C, U = State.SUCCEEDED, State.FAILED, State.RUNNING, State.PENDING, 
         pytest.param(app(role(U, U)), F, F, False, id="all records were removed"),
         pytest.param(app(role(C, C)), F, F, False, id="stopped by nobody known"),
         pytest.param(app(role(F, S), native=Outcome(S)), S, S, False, id="the backend's own controller decides"),
-        pytest.param(app(role(F, R), native=Outcome(R)), R, F, True, id="that controller has not decided yet"),
+        pytest.param(app(role(F, R), native=Outcome(R)), R, None, False, id="that controller has not decided yet"),
         pytest.param(app(role(F, R), native=Outcome(F)), F, F, False, id="that controller has ended it"),
-        pytest.param(app(role(F, R), native=Outcome(R), is_supervised=True), R, F, False, id="our own process ends it"),
     ],
 )
 def test_the_state_of_an_app(given: AppSnapshot, state: State, outcome: State | None, stop: bool) -> None:
     status = reduce(given)
-    assert (status.state, status.outcome and status.outcome.state, status.is_stop_due) == (state, outcome, stop)
+    assert (status.state, status.outcome and status.outcome.state) == (state, outcome)
+    assert pending_stop(given) == (status.outcome if stop else None)
 
 
 def groups(*states: State, least: int = 2) -> AppSnapshot:
@@ -143,7 +142,7 @@ def test_a_group_may_be_lost_while_enough_others_go_on(given: AppSnapshot, state
     if outcome is None:
         assert status.message == f"2 of 3 groups go on, {lost}; lighthouse: http://127.0.0.1:29510"
     elif outcome is S:
-        assert status.message == f"2 of 3 groups have succeeded, {lost}; `torchx cancel` ends what still runs"
+        assert status.message == f"2 of 3 groups have succeeded, {lost}; what still runs is ended"
 
 
 class _Stops:
@@ -161,34 +160,24 @@ class _Stops:
         self.stops.append(outcome)
 
 
-def test_only_the_process_that_has_submitted_an_app_ends_its_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+def test_a_cancel_does_not_change_how_a_decided_app_ends() -> None:
     backend = _Stops(app(role(F, R)))
-    reader: Apps[Any] = Apps(cast(Any, backend), "b")
-    owner: Apps[Any] = Apps(cast(Any, backend), "b")
-    owner.own("a-1")
-    for clock[0] in (0.0, SETTLE, 1000.0):
-        reader.read("a-1")
-        assert backend.stops == []
-    for clock[0], stops in ((2000.0, 0), (2000.0 + SETTLE, 0), (2000.1 + SETTLE, 1)):  # it may end by itself first
-        owner.read("a-1")
-        assert len(backend.stops) == stops
-    assert backend.stops[0].state is F
-    reader.cancel("a-1")
-    assert backend.stops[1].state is F, "how it ends was decided before"
-    stopping = replace(backend.app.roles[0], replicas=[one(0, F), one(1, R, is_stopping=True)])
-    assert not reduce(app(stopping)).is_stop_due
+    Apps(cast(Any, backend), "b").cancel("a-1")
+    assert [outcome.state for outcome in backend.stops] == [F]
+
+
+def test_what_was_asked_to_stop_is_not_stopped_again() -> None:
+    assert pending_stop(app(replace(role(F, R), replicas=[one(0, F), one(1, R, is_stopping=True)]))) is None
 
 
 def test_what_a_controller_may_still_start_is_alive() -> None:
     queued = replace(role(P, P), is_active=True, reason="waits for Kueue")
     assert reduce(app(queued)) == AppStatus(P, "role r waits for Kueue")
     failed = replace(role(F, P), is_active=True)
-    assert reduce(app(failed)).state is R and reduce(app(failed)).is_stop_due
+    assert reduce(app(failed)).state is R and pending_stop(app(failed))
     ended = replace(role(S, S), is_active=True)
     status = reduce(app(ended))
-    assert status.state is R and not status.is_stop_due, "only the controller's own status is late"
+    assert status.state is R and not pending_stop(app(ended)), "only the controller's own status is late"
     over = replace(role(S, P), finished=S)
     assert reduce(app(over)).outcome == Outcome(S, time=100.0)
     broken = replace(role(C, C), finished=F, reason="DeadlineExceeded")
@@ -201,7 +190,7 @@ def test_a_replica_that_can_never_start_fails_the_app() -> None:
     stuck = RoleSnapshot(RoleSpec("r", 2), [one(0, R), one(1, P, waiting="ErrImagePull: no such image", is_stuck=True)])
     status = reduce(app(stuck))
     assert (status.state, status.message) == (R, "replica r/1 cannot start: ErrImagePull: no such image")
-    assert status.is_stop_due
+    assert pending_stop(app(stuck)) == status.outcome
     waits = replace(stuck, replicas=[one(0, P, waiting="no node"), one(1, P, waiting="no node")])
     assert reduce(app(waits)) == AppStatus(P, "replica r/0: no node (and 1 more replicas wait)")
 
@@ -272,7 +261,7 @@ def test_the_error_of_a_tolerated_failure_is_not_that_of_the_app() -> None:
 def test_states_that_are_shown_of_replicas() -> None:
     def shown(given: AppSnapshot) -> list[State]:
         status = reduce(given)
-        return [status.shown(replica) for replica in given.replicas]
+        return [status.state_of(replica) for replica in given.replicas]
 
     assert shown(app(role(F, R))) == [F, R]
     late = RoleSnapshot(RoleSpec("side", 1, sidecar=True), [one(0, F, ended=200.0)])

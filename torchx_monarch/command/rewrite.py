@@ -86,15 +86,21 @@ class _Coordination:
         waiting = [role.name for role, found in hosts if found.command.kind == "hosts"]
         meshes = ",".join(f"{name}={options.rendezvous[name]}" for name in waiting if name in options.rendezvous)
         # Roles that wait for clients never end together.
-        if waiting or len(hosts) < 2 or not all(_restarts_app(role) for role, _ in hosts):
+        if waiting or len(hosts) < 2 or not _end_together([role for role, _ in hosts]):
             return cls(meshes=meshes)
         first = hosts[0][0]
         local = f"unix:@MONARCH_RUN_DIR/{app.roles.index(first)}.sock"  # in a folder that only the hosts know
         return cls(first.name, options.rendezvous.get(first.name, local), len(hosts) - 1, meshes)
 
 
-def _restarts_app(role: Role) -> bool:
-    return role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0
+def _end_together(roles: Sequence[Role]) -> bool:
+    """Return whether the failure of one role ends all of them: they start again together, or none of them does."""
+    if any(read_number(role, MIN_GROUPS) for role in roles):
+        return False
+    is_restarted = {role.max_retries > 0 for role in roles}
+    return is_restarted == {False} or (
+        is_restarted == {True} and all(role.retry_policy is RetryPolicy.APPLICATION for role in roles)
+    )
 
 
 def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The coordination of roles that end and restart together (``RetryPolicy.APPLICATION`` with retries).
+"""The coordination of roles that end together: they restart together (``RetryPolicy.APPLICATION``), or none restarts.
 
 Backends let each role end by itself. So replica 0 of every further role connects to that of the first one, the server,
-which tells all when one has failed. The first role ends last, and puts off hosts that are restarted before then, so no
-role starts while ranks of an earlier start are running.
+which tells all when one has failed, without the help of the submitting machine. The first role ends last, and puts off
+hosts that are restarted before then, so no role starts while ranks of an earlier start are running.
 
 =======================  =========================================================================================
 other role to server     ``register-role`` (greeting, with its name), ``ready`` (from then on its loss counts as a
@@ -47,7 +47,7 @@ _REPORTED_WITHIN = 1.0
 
 _READY_TIMEOUT = 10.0
 
-_RESTART_NOTE = "the application begins again, while retries are left"
+_NOTE = "all roles end with it, and begin again while retries are left"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ class RoleServer(RoleCoordinator):
             self._adopt(ended)
 
     def _fail(self, reason: str) -> None:
-        self._adopt(JobResult(1, f"{reason}; {_RESTART_NOTE}"))
+        self._adopt(JobResult(1, f"{reason}; {_NOTE}"))
 
     def _adopt(self, ended: JobResult) -> None:
         if not self._ending:
@@ -203,7 +203,7 @@ class RoleClient(RoleCoordinator):
 
     async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await messages.send(writer, {"type": "ready"})
-        ended = JobResult(1, f"replica 0 of the first role was lost; {_RESTART_NOTE}")
+        ended = JobResult(1, f"replica 0 of the first role was lost; {_NOTE}")
         with contextlib.suppress(messages.ProtocolError, DecodeError):
             message = await messages.receive(reader)
             if message and message.get("type") == "done":
@@ -232,7 +232,7 @@ def _explained(result: JobResult, role: str, adopted: str = "") -> dict[str, Any
     replica = result.cause.replica if result.cause else max(0, result.replica)
     reason = result.reason[: messages.MAX_ERROR]
     if result.reason != adopted:
-        reason = f"{role}/{replica} failed: {reason}; {_RESTART_NOTE}"
+        reason = f"{role}/{replica} failed: {reason}; {_NOTE}"
     return {"code": result.code, "reason": reason, "stopped": result.stopped}
 
 

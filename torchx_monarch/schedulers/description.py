@@ -94,7 +94,7 @@ def _role_status(role: RoleSnapshot, status: AppStatus) -> RoleStatus:
 def _replica_status(replica: ReplicaSnapshot, status: AppStatus) -> ReplicaStatus:
     return ReplicaStatus(
         id=replica.id,
-        state=AppState[status.shown(replica).value],
+        state=AppState[status.state_of(replica).value],
         role=one_line(replica.role),
         hostname=one_line(replica.hostname),
         hostaddr=one_line(replica.address) or NONE,

@@ -159,7 +159,7 @@ def build(
             ReplicaState(
                 role=one_line(replica.role),
                 replica=replica.id,
-                state=status.shown(replica).value,
+                state=status.state_of(replica).value,
                 host=one_line(replica.hostname),
                 exit_code=None if replica.exit_code is None else shell_code(replica.exit_code),
                 restarts=replica.restarts,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import secrets
@@ -36,7 +37,7 @@ from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.host_spec import HostSpec, parse_exit_codes, parse_ports, wrong_values
 from torchx_monarch.model.role_spec import RoleMetadataError
-from torchx_monarch.schedulers import NAMES, command, no_scheduler
+from torchx_monarch.schedulers import NAMES, command, no_scheduler, owner
 from torchx_monarch.schedulers.description import describe, list_entry, shorten
 from torchx_monarch.schedulers.foreground import Foreground
 from torchx_monarch.schedulers.log_display import show_lines
@@ -201,7 +202,9 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         if not isinstance(dryrun_info, _DryRun) or dryrun_info.app is None:
             raise ValueError(f"not a dry run of {self.backend}; it must come from submit_dryrun()")
         submitted = dataclasses.replace(dryrun_info.submitted, app=dryrun_info.app)
-        with self._foreground.submission() as on_submitted:
+        needs_owner = self.inner.capabilities.needs_owner and owner.needs_owner(submitted.roles)
+        owning = owner.starting(self.backend) if needs_owner else contextlib.nullcontext(lambda app_id: None)
+        with self._foreground.submission() as on_submitted, owning as own:
             hosts = client = ""
             if self.inner.has_network:
                 from torchx_monarch.transport import credentials
@@ -210,7 +213,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
                 hosts, client = for_hosts.to_text(), for_client.to_text()
             push_images(self.inner.workspace, dryrun_info.images)
             app_id = self.inner.submit(dryrun_info.rendered, submitted, hosts)
-            self.apps.own(app_id)
+            own(app_id)
             on_submitted(app_id)
             if client:
                 rendezvous = {role.name: role.rendezvous for role in submitted.roles if role.rendezvous}

@@ -177,7 +177,8 @@ def test_an_object_whose_answer_was_lost_is_not_made_twice(wire: Wire, api: Api)
 
 
 def submitted(runner: Runner, **cfg: Any) -> str:
-    role = Role("r", image="i", entrypoint="sh", args=["-c", "true"], num_replicas=2)
+    # Hosts of one role need no owner, which would send requests of its own.
+    role = Role("r", image="i", entrypoint="torchrun", args=["--nnodes", "2", "train.py"], num_replicas=2)
     handle: str = runner.run(AppDef("app", [role]), "monarch_kubernetes", cfg=cfg, workspace=None)
     return handle
 

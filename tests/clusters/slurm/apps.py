@@ -70,7 +70,6 @@ class Apps(Place):
         ({"partitoin": "main"}, "(?s)partitoin.*partition"),
         ({"partition": "nosuch"}, "invalid partition"),
     )
-    ends_rest = True
     request_function = "torchx_monarch.backends.batch.backend:BatchBackend.run"
     install = "Debian: slurm-client"
     resource = SMALL

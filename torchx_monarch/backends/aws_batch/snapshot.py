@@ -89,8 +89,6 @@ def app_snapshot(
         created=job.get("createdAt", 0) / 1000,
         started=min(starts, default=0) / 1000,
         native=replace(_outcome(job, nodes), time=job.get("stoppedAt", 0) / 1000),
-        # Batch ends a job with its main node, and may restart it; it would not restart a job that a request has ended.
-        is_supervised=True,
         restarts=_restarts(job) + ranks,
         ui_url=console_url(job.get("jobArn", ""), "nodeProperties" in job),
         job=job,

@@ -21,7 +21,7 @@ from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder, R, Rep
 from torchx_monarch.backends.batch.snapshot import QueuedJob, first_start, read_role
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import AppSnapshot
-from torchx_monarch.backends.core.state import count_restarts, reduce
+from torchx_monarch.backends.core.state import SETTLE, count_restarts, pending_stop, reduce
 from torchx_monarch.backends.local import status
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.backends.local.status import AppRecord
@@ -36,6 +36,9 @@ from torchx_monarch.system import processes, run_dirs, safe_files
 
 APP_ID = "MONARCH_APP_ID"
 """The variable with the app's id, for batch systems whose apps are named by their jobs; otherwise the folder's name."""
+
+_POLL = 0.5
+"""Seconds between two looks at the folder, which may be on a network file system."""
 
 
 class _TaskLoop(SupervisorLoop):
@@ -52,15 +55,9 @@ class _TaskLoop(SupervisorLoop):
     def _job_end(self, exit_code: int | None) -> JobEnd | None:
         """Return how the job has ended, if the records of all tasks decide that, and no other task has told it."""
         assert isinstance(self._paths, ReplicaFolder)
-        job, ending = self._paths.job, self._paths.job.load_ending()
-        specs = [role.spec for role in load_request(BatchRequest, job).roles]
+        job = self._paths.job
         happened = events.read(job.events, below=job.trusted)[0]
-        records = [job.records(spec) for spec in specs]
-        roles = [
-            read_role(spec, found, [QueuedJob()] * spec.replicas, ending)
-            for spec, found in zip(specs, records, strict=True)
-        ]
-        app = AppSnapshot(self._record.app_id, self._record.name, roles, ending=ending, events=happened)
+        app = replace(_read_app(job, load_request(BatchRequest, job), self._record.app_id), events=happened)
         found = reduce(app)
         if found.outcome is None:
             return None
@@ -76,10 +73,45 @@ class _TaskLoop(SupervisorLoop):
             state=found.outcome.state,
             message=found.outcome.message,
             exit_code=exit_code,  # of this task: the first that has failed, or the last that has succeeded
-            started=first_start(itertools.chain(*records)),
+            started=app.started,
             ended=time.time(),
             restarts=count_restarts(app),
         )
+
+
+def _read_app(job: JobFolder, stored: BatchRequest, app_id: str) -> AppSnapshot:
+    """Return an app by the records of its tasks. Those that have recorded no end count as running."""
+    ending, specs = job.load_ending(), [role.spec for role in stored.roles]
+    records = [job.records(spec) for spec in specs]
+    roles = [
+        read_role(spec, found, [QueuedJob()] * spec.replicas, ending)
+        for spec, found in zip(specs, records, strict=True)
+    ]
+    started = first_start(itertools.chain(*records))
+    return AppSnapshot(app_id, stored.name, roles, started=started, grace=stored.grace, ending=ending)
+
+
+def _end_rest(job: JobFolder, stored: BatchRequest, app_id: str, role: int, replica: int) -> None:
+    """Have the tasks that are left stop, if the end of this one has decided how the app ends.
+
+    Whatever decides it is the end of a task, which has recorded that before it reads what the others have. They have
+    ``SETTLE`` seconds to end by themselves. Replica 0 of a role is the last of its hosts to end, and reads all records;
+    the others read them only where it does not end, so that a thousand tasks do not read a thousand records each.
+    """
+    until, spec = time.monotonic() + SETTLE, stored.roles[role].spec
+    while spec.runs_hosts and replica and time.monotonic() < until:
+        first = job.replica(spec.name, 0).load_record()
+        if first is None or first.terminal:  # None: the app was deleted
+            return
+        time.sleep(_POLL)
+    while outcome := pending_stop(_read_app(job, stored, app_id)):
+        if time.monotonic() >= until:
+            with contextlib.suppress(OSError):  # a full disk
+                job.write_stop(outcome, None)
+                text = f"{outcome.message or outcome.state}; what still runs has {stored.grace:g} s to end"
+                events.append(job.events, "stop", text)
+            return
+        time.sleep(_POLL)
 
 
 def main(folder: str, role: str, number: str) -> int:
@@ -98,7 +130,8 @@ def main(folder: str, role: str, number: str) -> int:
     spec = stored.roles[int(role)].spec
     paths = job.replica(spec.name, replica)
     os.makedirs(paths.root, mode=0o700, exist_ok=True)
-    app_id = os.environ.pop(APP_ID, "") or job.app_id
+    given_id = os.environ.pop(APP_ID, "")
+    app_id = given_id or job.app_id
     request = _request(stored, int(role), replica, app_id, run_dirs.new_run_dir())
     record = _new_record(paths, request, node)
     with contextlib.suppress(OSError):  # a full disk
@@ -117,6 +150,8 @@ def main(folder: str, role: str, number: str) -> int:
     if record.state is State.CANCELLED and job.load_stop() is None:
         record.hostname = ""  # preempted: the next start may be elsewhere
         state_files.write_json(paths.status, asdict(record))
+    elif not given_id:  # else a batch step owns the app
+        _end_rest(job, stored, app_id, int(role), replica)
     code = record.roles[0].replicas[0].exit_code
     return 1 if code is None else shell_code(code)
 

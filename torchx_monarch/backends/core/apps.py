@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterable
@@ -16,14 +15,12 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.backend import Backend, Cfg, LogQuery
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
-from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, AppStatus, reduce
+from torchx_monarch.backends.core.state import HOST_EXTRA, AppStatus, reduce
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.model.state import State
 
 _END_EXTRA = 30.0
 """Seconds that an app may take to end beyond the grace period and that of its hosts: freeing memory takes time."""
-
-_log = logging.getLogger("torchx_monarch")
 
 S = TypeVar("S", bound=AppSnapshot)
 
@@ -36,41 +33,16 @@ class Apps(Generic[S]):
         self._scheduler = scheduler
         self._lock = threading.Lock()
         self._latest: dict[str, tuple[float, tuple[S, AppStatus] | None]] = {}
-        self._owned: dict[str, float | None] = {}
-        """The apps that this process has submitted, and since when a stop of their rest is due (``time.monotonic``)."""
-
-    def own(self, app_id: str) -> None:
-        """Record that this process has submitted an app, and so ends what is left of it once its outcome is decided."""
-        self._owned[app_id] = None
 
     def read(self, app_id: str, *, brief: bool = False) -> tuple[S, AppStatus] | None:
-        """Read the state of an app; None if it does not exist; ``brief`` as for ``Backend.snapshot``.
-
-        Only for an app that this process has submitted (``own``), this also ends what is left after its decision:
-        sidecars when the other roles have succeeded, other roles when one has failed.
-        """
+        """Read the state of an app; None if it does not exist; ``brief`` as for ``Backend.snapshot``."""
         try:
             app = self.backend.snapshot(app_id, brief=brief)
         except state_files.DamagedFileError as error:
             raise BackendError(str(error)) from None
         if app is None:
             return None
-        status = reduce(app)
-        if app_id in self._owned:
-            self._end_rest(app, status)
-        return app, status
-
-    def _end_rest(self, app: S, status: AppStatus) -> None:
-        since = self._owned[app.app_id]
-        if not status.is_stop_due or status.outcome is None:
-            self._owned[app.app_id] = None
-        elif since is None:
-            self._owned[app.app_id] = time.monotonic()
-        elif time.monotonic() > since + SETTLE:
-            try:
-                self.backend.stop(app, status.outcome, None)
-            except BackendError as error:
-                _log.warning("%s is decided and could not be ended: %s", app.app_id, error)
+        return app, reduce(app)
 
     def list(self, options: Cfg) -> list[tuple[S, AppStatus]]:
         """Read the state of all apps, the newest first; ``options`` as for ``Backend.snapshots``."""
@@ -186,8 +158,7 @@ class Apps(Generic[S]):
         """Begin to end an app; return False if it has ended already."""
         if status.state.is_terminal and not self.backend.still_runs(app):
             return False
-        decided = status.outcome if status.is_stop_due else None
-        self.backend.stop(app, decided or Outcome(State.CANCELLED, reason, time=time.time()), grace)
+        self.backend.stop(app, status.outcome or Outcome(State.CANCELLED, reason, time=time.time()), grace)
         return True
 
     def delete(self, app_id: str) -> None:

@@ -65,6 +65,7 @@ class Capabilities:
         shares_interpreter: whether its replicas find the submitter's Python interpreter at the same path.
         limits_resources: whether a replica gets the CPUs and GPUs that its role asks for and no more.
         supervises: whether a process of this package outside the hosts supervises replicas, and runs ``on_end``.
+        needs_owner: whether no process of a job ends what is left of it once it is decided (``schedulers.owner``).
         needs_image: whether replicas run in container images, so that those of hosts must have this package; a backend
             for which that depends on run options overrides ``Backend.runs_images``.
     """
@@ -77,6 +78,7 @@ class Capabilities:
     shares_interpreter: bool = False
     limits_resources: bool = False
     supervises: bool = False
+    needs_owner: bool = False
     needs_image: bool = False
 
 

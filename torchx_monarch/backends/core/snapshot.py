@@ -171,11 +171,6 @@ class RoleSnapshot:
         """Whether the backend's own controller says that the role has failed."""
         return self.finished is State.FAILED and not self.has_succeeded
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the backend's controller may still run replicas: not if all have ended and only its status lags."""
-        return self.is_active and not all(replica.state in (State.SUCCEEDED, State.FAILED) for replica in self.replicas)
-
 
 @dataclass(frozen=True)
 class AppSnapshot:
@@ -188,8 +183,6 @@ class AppSnapshot:
         started: when it first began to run; 0 to take it from the replicas, each of which tells its latest start.
         grace: seconds from SIGTERM to SIGKILL when its replicas are stopped.
         native: the state that the backend's own controller has decided; None if it follows from the replicas.
-        is_supervised: whether a process of the job's own, such as this package's supervisor, ends what is left of the
-            app when it is decided; otherwise the process that has submitted it does, or `torchx cancel`.
         ending: how this package has begun to end the app, as the backend has stored it; None if it has not.
         restarts: how often the app, a role or a replica was restarted; None to count it from the replicas.
         events: its events (``insight.events``), as far as the backend reads them; empty in a brief snapshot.
@@ -205,7 +198,6 @@ class AppSnapshot:
     started: float = 0.0
     grace: float = 30.0
     native: Outcome | None = None
-    is_supervised: bool = False
     ending: Outcome | None = None
     restarts: int | None = None
     events: Sequence[Event] = ()

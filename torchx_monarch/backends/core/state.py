@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Decide an app's state, its root cause, and whether the rest of it must be ended. The rules, for all backends:
+"""Decide an app's state, its root cause, and whether what still runs must be ended. The rules, for all backends:
 
 - An app has succeeded when every role has (``LocalScheduler.describe`` of torchx.schedulers.local_scheduler: RUNNING
   while a replica of any role lives, FAILED if one has failed, else SUCCEEDED). The app does not wait for sidecars
@@ -9,8 +9,8 @@
 - A group, a role with ``min_groups``, may fail while as many groups as that number have not.
 - An app has failed when another role has failed. A sidecar's failure counts until all other roles have succeeded.
 - The state is terminal only when nothing of the app runs or may still start. When the outcome is decided before that,
-  the rest has ``SETTLE`` seconds to end by itself, and is stopped then by the app's owner: a process of this package
-  that supervises it, or else the process that has submitted it (``core.apps``).
+  the rest has ``SETTLE`` seconds to end by itself. Then the app's owner stops it: its supervisor, Slurm's batch step,
+  the task of a batch system that has decided it, or ``schedulers.owner``. No reader stops anything.
 
 No rule needs the time: the clock of a reader may differ from that of the machines that report to it.
 
@@ -48,7 +48,6 @@ class AppStatus:
         cause: the replica that is the root cause; None if the app has not failed, or not because of a replica.
         error: the content of the root cause's error file, as JSON text; empty without one.
         outcome: how the app has ended or is to end; None if that is not decided yet.
-        is_stop_due: whether replicas run on though the outcome is decided, and nothing of the backend ends them.
         decided: when the app succeeded, in seconds since the epoch; 0 if it has not.
     """
 
@@ -57,11 +56,10 @@ class AppStatus:
     cause: ReplicaSnapshot | None = None
     error: str = ""
     outcome: Outcome | None = None
-    is_stop_due: bool = False
     decided: float = 0.0
 
-    def shown(self, replica: ReplicaSnapshot) -> State:
-        """Return the state of a replica to show: CANCELLED, not FAILED, if it ended because the app had ended."""
+    def state_of(self, replica: ReplicaSnapshot) -> State:
+        """Return the state of a replica for users: CANCELLED, not FAILED, if it ended because the app had ended."""
         if replica.state in (State.SUCCEEDED, State.UNKNOWN) or not self.state.is_terminal:
             return replica.state
         if self.state is State.FAILED:
@@ -84,10 +82,22 @@ def reduce(app: AppSnapshot) -> AppStatus:
     if native.state is State.FAILED:
         message = _with_notes(native.message, app) if native.message else status.message
         error = _error(app) if native.error is None else native.error
-        return replace(status, state=native.state, message=message, error=error, outcome=native, is_stop_due=False)
+        return replace(status, state=native.state, message=message, error=error, outcome=native)
     if native.state.is_terminal:
         return AppStatus(native.state, _with_notes(native.message, app), outcome=native, decided=status.decided)
-    return replace(status, state=native.state, message=_with_notes(native.message, app) or status.message)
+    message = _with_notes(native.message, app) or status.message
+    return replace(status, state=native.state, message=message, outcome=None)
+
+
+def pending_stop(app: AppSnapshot) -> Outcome | None:
+    """Return how an app ends if that is decided, and replicas run on that nobody has asked to stop; else None.
+
+    Its owner stops them ``SETTLE`` seconds later.
+    """
+    status = reduce(app)
+    is_cancelled = app.ending is not None and app.ending.state is State.CANCELLED
+    left = any(replica.is_alive and not replica.is_stopping for replica in app.replicas)
+    return status.outcome if left and not is_cancelled and not status.state.is_terminal else None
 
 
 def _from_replicas(app: AppSnapshot) -> AppStatus:
@@ -104,20 +114,15 @@ def _from_replicas(app: AppSnapshot) -> AppStatus:
         return AppStatus(State.RUNNING if running else State.PENDING, _with_notes(notes, app))
     if outcome.state is State.SUCCEEDED:
         outcome = replace(outcome, message=outcome.message or _lost_groups(app, lost, "have succeeded"))
-    left = any(replica.is_alive and not replica.is_stopping for replica in app.replicas)
-    left = left or any(role.is_open for role in app.roles)
-    is_cancelled = app.ending is not None and app.ending.state is State.CANCELLED
-    is_stop_due = left and not app.is_supervised and not is_cancelled
     message = outcome.message
-    if is_stop_due and outcome.state is State.SUCCEEDED:
-        message = f"{message or 'it has succeeded'}; `torchx cancel` ends what still runs"
+    if outcome.state is State.SUCCEEDED and any(replica.is_alive for replica in app.replicas):
+        message = f"{message or 'it has succeeded'}; what still runs is ended"
     return AppStatus(
         state=outcome.state if _is_idle(app) else State.RUNNING,
         message=_with_notes(message, app),
         cause=failures[0] if failures and outcome.state is State.FAILED else None,
         error=_error(app) if outcome.state is State.FAILED else "",
         outcome=outcome,
-        is_stop_due=is_stop_due,
         decided=outcome.time if outcome.state is State.SUCCEEDED else 0.0,
     )
 

@@ -55,7 +55,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
     """Runs each replica as a container. dockerd restarts one that fails, up to the role's ``max_retries`` times."""
 
     options = DockerOpts
-    capabilities = Capabilities(waits_for_cancel=True, limits_resources=True, needs_image=True)
+    capabilities = Capabilities(waits_for_cancel=True, limits_resources=True, needs_owner=True, needs_image=True)
     poll = 0.2
 
     def __init__(self) -> None:

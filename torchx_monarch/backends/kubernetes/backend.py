@@ -36,6 +36,7 @@ from torchx_monarch.backends.kubernetes.request import (
 )
 from torchx_monarch.backends.kubernetes.snapshot import DEADLINE, AppObjects, Attempt, KubernetesSnapshot
 from torchx_monarch.model.check_result import CheckResult
+from torchx_monarch.model.state import State
 
 _LOG_POLL = 0.5
 """Seconds between two polls of a followed replica that has no running pod."""
@@ -56,6 +57,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         removes_running_apps=True,
         kills=False,
         separate_streams=False,
+        needs_owner=True,
         needs_image=True,
     )
 
@@ -260,8 +262,13 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         note = json.dumps({"state": ending.state.name, "msg": ending.message, "time": ending.time or time.time()})
         metadata: Object = {"annotations": {request.ANNOTATION_ENDED: note}}
         objects, record = app.objects, path_of(app.objects.record, app.objects.namespace)
-        is_open = {str(index) for index, role in enumerate(app.roles) if role.is_open}
-        jobs = [job for job in objects.jobs if job["metadata"]["labels"].get(request.LABEL_ROLE) in is_open]
+        # The others have ended, and only their status may lag: it says how.
+        unfinished = {
+            str(index)
+            for index, role in enumerate(app.roles)
+            if role.is_active and any(r.state not in (State.SUCCEEDED, State.FAILED) for r in role.replicas)
+        }
+        jobs = [job for job in objects.jobs if job["metadata"]["labels"].get(request.LABEL_ROLE) in unfinished]
         # Kubernetes would delete the record with the last of its owners, which are deleted below.
         metadata["ownerReferences"] = [request.owner(job) for job in objects.jobs if job not in jobs] or None
         self._api.patch(record, {"metadata": metadata})

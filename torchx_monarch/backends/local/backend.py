@@ -90,7 +90,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
                 raise
             # Enough to cancel or delete the app.
             state_by_lock = State.RUNNING if folder.is_supervised(paths) else State.FAILED
-            return AppSnapshot(app_id, app_id, (), is_supervised=True, native=Outcome(state_by_lock, str(error)))
+            return AppSnapshot(app_id, app_id, (), native=Outcome(state_by_lock, str(error)))
         if record is None:
             return None
         happened = [] if brief else events.read(paths.events, below=paths.trusted)[0]
@@ -174,7 +174,6 @@ def _snapshot(app_id: str, record: AppRecord, submitted: SubmittedApp | None) ->
         created=record.created,
         started=record.started or 0.0,
         grace=record.grace,
-        is_supervised=True,
         native=Outcome(record.state, record.msg, record.error or "", record.ended or 0.0),
         restarts=record.restarts,
     )

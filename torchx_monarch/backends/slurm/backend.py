@@ -182,7 +182,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         return replace(
             app,
             native=outcome,
-            is_supervised=True,
             started=record.started if record else 0.0,
             roles=[replace(role, is_active=active) for role in app.roles],
         )

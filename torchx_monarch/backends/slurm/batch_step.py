@@ -24,7 +24,7 @@ from torchx_monarch.backends.batch.snapshot import QueuedJob, read_replica, read
 from torchx_monarch.backends.batch.task import APP_ID, load_request
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
-from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, count_restarts, reduce
+from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, count_restarts, pending_stop, reduce
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.codec import Seconds
@@ -199,13 +199,13 @@ class BatchStep:
             grace = self._request.grace if stop.grace is None else stop.grace
             self._kill_at = min(self._kill_at, time.monotonic() + grace + _STOP_EXTRA)
             return
-        status = reduce(self._snapshot())
-        if status.outcome is None or not status.is_stop_due:
+        outcome = pending_stop(self._snapshot())
+        if outcome is None:
             self._decided = float("inf")
             return
         self._decided = min(self._decided, time.monotonic())
-        if status.outcome.state is State.SUCCEEDED or time.monotonic() > self._decided + SETTLE:
-            self._stop(status.outcome)
+        if outcome.state is State.SUCCEEDED or time.monotonic() > self._decided + SETTLE:
+            self._stop(outcome)
 
     def _stop(self, outcome: Outcome) -> None:
         message = outcome.message or str(outcome.state)

@@ -43,7 +43,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
     """Runs each replica under a supervisor on a machine. Requested CPUs and memory are not enforced."""
 
     options = SshOpts
-    capabilities = Capabilities(supervises=True, waits_for_cancel=True)
+    capabilities = Capabilities(supervises=True, waits_for_cancel=True, needs_owner=True)
     poll = 0.3
 
     def __init__(self) -> None:

@@ -74,7 +74,6 @@ def build(
         submitted.app,
         created=record.created if record else 0.0,
         native=native,
-        is_supervised=True,  # the other scheduler may be about to start a replica again
         restarts=max(0, response.num_restarts) + end.rank_restarts,
         ui_url=response.ui_url or "",
     )
