@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -13,9 +14,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from torchx.runner import Runner
+from torchx.schedulers import DEFAULT_SCHEDULER_MODULES
 from torchx.schedulers.api import DescribeAppResponse, Stream
 from torchx.schedulers.local_scheduler import PopenRequest
-from torchx.specs import AppDef, AppDryRunInfo, AppState, runopts
+from torchx.specs import AppDef, AppDryRunInfo, AppState, Resource, Role, runopts
 
 from tests.contract.contract import Contract
 from tests.contract.place import Place
@@ -100,6 +103,29 @@ def test_a_dry_run_has_the_other_schedulers_request_and_changes_of_it_count(
     assert local.wait(handle).state is AppState.SUCCEEDED
     assert "CHANGED is by hand" in local.log(handle)
     assert "is-made-when" in str(info)  # the secrets are in a copy
+
+
+@pytest.mark.parametrize("name", list(DEFAULT_SCHEDULER_MODULES))
+def test_each_scheduler_of_torchx_can_be_wrapped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the place where it submits; for Volcano, that of Kubernetes takes the place of an option of ours."""
+    for variable in ("DOCKER_HOST", "KUBECONFIG"):
+        monkeypatch.setenv(variable, "unix:///nonexistent")
+    inner = importlib.import_module(DEFAULT_SCHEDULER_MODULES[name]).create_scheduler("torchx")
+    submitted: list[Any] = []
+
+    def schedule(info: AppDryRunInfo[Any, Any]) -> str:
+        submitted.append(info.request)
+        return "app-0"
+
+    monkeypatch.setattr(inner, "schedule", schedule)
+    role = Role("train", "image", entrypoint="torchrun", args=["train.py"], resource=Resource(1, 0, 1))
+    cfg: dict[str, Any] = {"queue": "q", "validate_spec": False} if name == "kubernetes" else {}
+    with Runner("torchx", {"acme": lambda session_name, **more: wrap("acme", session_name, inner)}) as runner:
+        info = runner.dryrun(AppDef("app", [role]), "acme", cfg=cfg)
+        assert runner.schedule(info) == "acme://torchx/app-0"
+    (request,) = submitted
+    assert type(request) is type(info.request)
+    assert "is-made-when" in repr(info.request) and "is-made-when" not in repr(request)
 
 
 class _Environment(NamedTuple):
