@@ -85,6 +85,7 @@ class Place(abc.ABC):
         install: what the message names when the client library, or tool, is missing.
         names_hosts: whether ``status`` shows the host names that the replicas themselves know.
         keeps_preempted_logs: whether the log of a replica that ``preempt`` takes away stays.
+        keeps_events: whether a job's events can be read after its end.
         names_preemptions: whether the hosts' log always tells a preemption from a stop request.
         image: image of all roles.
         resource: resource of all roles, unless a test sets another.
@@ -118,6 +119,7 @@ class Place(abc.ABC):
     install: ClassVar[str] = ""
     names_hosts: ClassVar[bool] = True
     keeps_preempted_logs: ClassVar[bool] = True
+    keeps_events: ClassVar[bool] = True
     names_preemptions: ClassVar[bool] = True
     patience = 1.0
     image = ""

@@ -29,7 +29,7 @@ from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.description import describe, summary_of
-from torchx_monarch.schedulers.job_status import JobStatus, LiveState, build, in_one_line
+from torchx_monarch.schedulers.job_status import JobStatus, LiveState, build, in_one_line, timeline_of
 
 HANDLE = "monarch_local://torchx/train-x7"
 NOW = 1000.0
@@ -111,6 +111,26 @@ def test_a_role_without_hosts_waits_for_none() -> None:
     assert [status_of(snapshot(), happened).phase for happened in ([], begun)] == [None, "hosts"]
     beside = replace(app, roles=[*snapshot().roles, RoleSnapshot(RoleSpec("eval"), [])])
     assert status_of(beside, begun).phase == "hosts"
+
+
+@pytest.mark.parametrize(
+    ("restarts", "seen", "phases"),
+    [
+        (0, [], ["queued", "unknown"]),
+        (0, [event("hosts", time=930.0), event("ranks", time=940.0)], ["queued", "hosts", "ranks", "running"]),
+        # The events are those of its last start.
+        (1, [event("job_started", time=930.0), event("hosts", time=940.0)], ["queued", "unknown", "hosts", "ranks"]),
+    ],
+)
+def test_what_this_machine_does_not_see_is_unknown(
+    restarts: int, seen: list[dict[str, Any]], phases: list[str]
+) -> None:
+    app = snapshot(events=seen)
+    replicas = [replace(replica, restarts=restarts) for replica in app.replicas]
+    app = replace(app, roles=[replace(app.roles[0], replicas=replicas)])
+    timeline = timeline_of(app, reduce(app), NOW)
+    assert [span.name for span in timeline.spans_of("phase")] == phases
+    assert build(HANDLE, app, reduce(app), now=NOW).phase == (phases[-1] if seen else None)
 
 
 def test_replicas_are_listed_and_many_that_are_alike_share_a_line() -> None:

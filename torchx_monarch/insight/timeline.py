@@ -43,13 +43,13 @@ _BEGINS = {
     "stopping": ("failure", "preempted", "joined", "cancel", "stop"),
     "ready": ("run_end",),
     "end": ("result",),
-    "unknown": ("first_start",),
+    "unknown": ("unseen_start",),
 }
 """The phases of a role with hosts, and the kinds of events with which they begin."""
 
 _BEGINS_WITHOUT_HOSTS = {
     "queued": ("submitted", "requeue", "restart"),
-    "running": ("first_start", "job_started", "replica_started"),
+    "running": ("unseen_start", "job_started", "replica_started"),
     "stopping": ("cancel", "stop"),
 }
 """The same of a role whose command runs by itself."""
@@ -204,21 +204,17 @@ class Timeline:
         return (f"run_{around.number}/" if around is not None and around.kind == "run" else "") + f"attempt_{number}"
 
 
-def build(
-    happened: Iterable[Event], roles: Sequence[RoleSpec], *, start: float = 0.0, started: float = 0.0, end: float
-) -> Timeline:
-    """Return the timeline of a job. All times are in seconds since the epoch, and 0 if they are not known.
+def build(happened: Iterable[Event], roles: Sequence[RoleSpec], *, start: float = 0.0, end: float) -> Timeline:
+    """Return the timeline of a job.
 
     Args:
-        start: when it was submitted, unless the events have that.
-        started: when its first replica was started. Without the event of the submission the events that this machine
-            has may begin later: what hosts did before is unknown then.
+        happened: its events; one of the kind ``unseen_start`` says that what hosts did next is unknown.
+        start: when it was submitted, in seconds since the epoch, unless the events have that; 0 if it is not known.
+        end: its end, or now.
     """
     ordered = sorted(happened, key=lambda event: event["time"])
     if ordered and ordered[0]["kind"] == "submitted":
         start = ordered[0]["time"] - (ordered[0].get("seconds") or 0.0)
-    elif started:
-        ordered = sorted([{"time": started, "kind": "first_start", "message": ""}, *ordered], key=lambda e: e["time"])
     start = start or (ordered[0]["time"] if ordered else end)
     if ordered and ordered[-1]["kind"] == "ended":
         end = ordered[-1]["time"]
@@ -362,7 +358,7 @@ class _RoleReader:
             present.name = "first output"
         ignored = (
             (kind == "output" and present.name != "first output")
-            or (kind == "first_start" and present.name != "queued")
+            or (kind == "unseen_start" and present.name != "queued")
             or (following == "stopping" and present.name in ("ready", "end"))
         )
         if following in (None, present.name) or ignored:

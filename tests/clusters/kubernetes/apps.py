@@ -60,7 +60,7 @@ class Apps(Place):
     wire = WIRE
     wires = dict.fromkeys(("bad options named", "missing tool says what to install"), "real")
     request_function = "torchx_monarch.backends.kubernetes.native:Api._send"
-    keeps_preempted_logs = False
+    keeps_preempted_logs = keeps_events = False
     own_bad_options = (
         ({"mode": "volcano"}, "no run option `mode` any more: each role is an Indexed Job.*wrap TorchX's scheduler"),
         ({"kueu_queue": "a"}, "kueu_queue.*kueue_queue"),
