@@ -40,7 +40,6 @@ from torchx_monarch.command.allocations import hold_for_runs
 from torchx_monarch.exceptions import RefusedError, SPMDError, UnreachableError
 from torchx_monarch.model.role_spec import mark_sidecar
 from torchx_monarch.schedulers import job_status
-from torchx_monarch.schedulers.description import summary_of
 from torchx_monarch.transport.credentials import ClientCredentials
 
 _ROOT = Path(__file__).parents[2]
@@ -552,8 +551,7 @@ class Contract(Groups):
         # The last screen of `torchx run --wait`.
         scheduler: Any = torchx_api.scheduler_of(place.runner, place.name)
         app, state = scheduler.apps.read(handle.rpartition("://torchx/")[2])
-        now = time.time()
-        shown = summary_of(handle, app, state, now - 60.0, now).lines()
+        shown = job_status.build(handle, app, state).summary().lines()
         assert shown[0].startswith("FAILED after ") and shown[0].endswith(f" s: {handle}")
         assert shown[1].startswith("  cause:  rank 3 (local rank 1 on ") and "ValueError: boom" in shown[1]
         assert shown[2].startswith("  raised: ")

@@ -90,7 +90,7 @@ def test_the_last_screen_of_a_failed_run(work: Path) -> None:
     assert summary[4:] == [
         "  ran:    1 host x 2 ranks, 1 restart",
         f"  next:   torchx log {handle}/prog/0",
-        f"          torchx monarch status {handle}",
+        f"          torchx monarch report {handle} -o job.html",
     ]
     rest = done.stderr[done.stderr.index("job finished") :].split("\nFAILED after ")[0].splitlines()
     torchx_said = [line for line in rest if line and not line.startswith("prog/0 ")]  # the log may lag behind the state

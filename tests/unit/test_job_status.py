@@ -28,7 +28,7 @@ from torchx_monarch.insight.timeline import build as build_timeline
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
-from torchx_monarch.schedulers.description import describe, summary_of
+from torchx_monarch.schedulers.description import describe
 from torchx_monarch.schedulers.job_status import JobStatus, LiveState, build, in_one_line, timeline_of
 
 HANDLE = "monarch_local://torchx/train-x7"
@@ -70,7 +70,7 @@ RESTARTED = [
 
 
 def test_a_running_job() -> None:
-    found = replace(status_of(snapshot(started=910.0), STARTED, log_folder="/logs"), last_output=997.0)
+    found = replace(status_of(snapshot(started=910.0), STARTED), last_output=997.0, log_folder="/logs", log="/logs")
     assert (found.state, found.phase, found.elapsed) == ("RUNNING", "running", 90.0)
     assert (found.attempt, found.attempts, found.hosts, found.ranks) == (1, 3, 2, 8)
     assert (found.submitted, found.started, found.ended, found.exit_code) == (900.0, 910.0, None, None)
@@ -238,8 +238,8 @@ def test_an_ended_job_says_what_the_last_screen_of_its_run_says(tmp_path: Path) 
     app = snapshot(State.SUCCEEDED, State.SUCCEEDED)
     failed = replace(app.replicas[0], state=State.FAILED, failure=whole, error=error, exit_code=1, ended=980.0)
     app = replace(app, roles=[replace(app.roles[0], replicas=[failed, app.replicas[1]])])
-    summary = summary_of(HANDLE, app, reduce(app), 900.0, NOW)
-    shown = render(replace(status_of(app, [*STARTED, *FAILED]), summary=summary), NOW)
+    status = status_of(app, [*STARTED, *FAILED])
+    shown = render(status, NOW)
     assert shown.count(REASON) == 1 and "replica train/0" not in shown and "last failure" not in shown
     lines = shown.splitlines()
     assert lines[1:4] == [
@@ -251,7 +251,10 @@ def test_an_ended_job_says_what_the_last_screen_of_its_run_says(tmp_path: Path) 
         f"  next         torchx log {HANDLE}/train/0",
         f"               torchx monarch report {HANDLE} -o job.html",
     ]
-    assert "summary" not in replace(status_of(app), summary=summary).to_json()
+    screen = status.summary().lines()
+    same = [line.split(maxsplit=1)[1] for line in (*lines[1:4], *lines[-2:])]
+    assert [line.split(maxsplit=1)[1] for line in (*screen[1:4], *screen[-2:])] == same
+    assert screen[4] == "  ran:    2 hosts x 4 ranks, no restart" and len(screen) == 7
 
 
 def test_a_restarted_job_started_when_it_first_did() -> None:
@@ -340,7 +343,7 @@ def test_ranks_that_hang_are_shown_until_they_go_on() -> None:
     cancelled = snapshot(native=Outcome(State.CANCELLED, "cancelled"), events=stopped)
     assert f"  hang         10.0 s ago: {text}" in render(status_of(cancelled, stopped), NOW).splitlines()
     assert describe(cancelled, reduce(cancelled)).msg == f"cancelled; hang: {text}"
-    shown = summary_of(HANDLE, cancelled, reduce(cancelled), 0.0, NOW).lines()
+    shown = status_of(cancelled, stopped).summary().lines()
     assert f"  cause:  cancelled; hang: {text}" in shown
     done = replace(cancelled, native=Outcome(State.SUCCEEDED))
     assert status_of(done, [*hanging, event("result", "SUCCEEDED: all ranks", 991.0)]).hang is None

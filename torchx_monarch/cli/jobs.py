@@ -27,7 +27,6 @@ from torchx_monarch.insight.timeline import Timeline
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import job_status
-from torchx_monarch.schedulers.description import log_folder, summary_of
 from torchx_monarch.schedulers.job_status import JobStatus, LiveState
 from torchx_monarch.schedulers.monarch import MonarchScheduler, registered_scheduler
 
@@ -94,11 +93,7 @@ class JobReader:
         if is_running and not app.events:
             app = replace(app, events=self._ask_events(app))
         timeline, live = job_status.timeline_of(app, decided, now), self._ask_live(app) if is_running else None
-        status = job_status.build(
-            self.handle, app, decided, now=now, timeline=timeline, log_folder=log_folder(app), live=live
-        )
-        if status.has_ended:
-            status = replace(status, summary=summary_of(self.handle, app, decided, status.submitted or 0.0, now))
+        status = job_status.build(self.handle, app, decided, now=now, timeline=timeline, live=live)
         facts = JobFacts(app, status, timeline)
         return facts if sample_pause is None or not is_running else self._with_ranks(facts, sample_pause)
 

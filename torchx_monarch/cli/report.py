@@ -62,8 +62,8 @@ def _times(timeline: Timeline, role: str) -> dict[str, dict[str, float]]:
 
 def page_of(job: JobFacts) -> str:
     """Return the page about a job."""
-    status, timeline, ended = job.status, job.timeline, job.status.summary
-    cause = ended.cause if ended is not None else status.message or PHASES.get(status.phase or "", "")
+    status, timeline = job.status, job.timeline
+    cause = status.cause or status.message or PHASES.get(status.phase or "", "")
     hang = f"hang: {status.hang.message}" if status.hang is not None else ""
     ranks, unshown = timeline.last_ranks(), ("output", "result", "ended")
     page = {
@@ -72,8 +72,8 @@ def page_of(job: JobFacts) -> str:
         "state": status.state,
         "headline": state_and_time(status),
         "cause": "; ".join(filter(None, (one_line(cause), hang))),
-        "traceback": printable(ended.traceback) if ended is not None else "",
-        "log": one_line(ended.log) if ended is not None and ended.log != status.log_folder else "",
+        "traceback": printable(status.traceback),
+        "log": one_line(status.log or "") if status.log != status.log_folder else "",
         "facts": _facts(status),
         "rows": rows_of(timeline),
         "ticks": ticks(timeline.job.seconds),

@@ -147,15 +147,14 @@ def state_and_time(status: JobStatus) -> str:
 def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
     """Return what is known of a job beside its state, as titles and texts."""
     now = time.time() if now is None else now
-    activity, ended = status.activity or (), status.summary
-    message = status.message if ended is None else ended.cause
+    activity, message = status.activity or (), status.cause or status.message
     failure = status.last_failure if status.last_failure and status.last_failure.message not in message else None
     live = [] if status.live is None else [*_live(status.live, now)]
     command = "command of {}: " if len(status.roles) > 1 else "command"
     found = [
-        ("cause" if ended is not None and status.state == State.FAILED else "message", one_line(message)),
-        ("raised", raised_at(ended.traceback) if ended is not None else ""),
-        ("log", one_line(ended.log) if ended is not None and ended.log != status.log_folder else ""),
+        ("cause" if status.state == State.FAILED else "message", message),
+        ("raised", raised_at(status.traceback)),
+        ("log", one_line(status.log or "") if status.log != status.log_folder else ""),
         ("phase", PHASES.get(status.phase or "", "")),
         ("exit code", _show_number(status.exit_code)),
         ("attempt", _attempt(status)),
@@ -175,9 +174,7 @@ def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
         ("logs", one_line(status.log_folder or "")),
     ]
     found += [(command.format(role.role), role.command) for role in status.roles]
-    if ended is not None:
-        found += [("next", one_line(ended.next[0]))]
-        found += [("next", f"torchx monarch report {one_line(status.handle)} -o job.html")]
+    found += [("next", one_line(command)) for command in status.next]
     return [(title, text) for title, text in found if text]
 
 

@@ -24,7 +24,7 @@ from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.insight import events
 from torchx_monarch.schedulers import command
-from torchx_monarch.schedulers.description import summary_of
+from torchx_monarch.schedulers.job_status import build
 from torchx_monarch.system.termination import closed_terminal_is_null, signal_of, termination
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -50,7 +50,6 @@ class Foreground:
         self._scheduler = scheduler
         self._kills = apps.backend.capabilities.kills
         self._app_id = ""
-        self._submitted = 0.0  # in seconds since the epoch
         self._polls = 0
         self._offset = 0
 
@@ -66,7 +65,7 @@ class Foreground:
 
         def submitted(app_id: str) -> None:
             if command.running is not None:
-                self._app_id, self._submitted = app_id, time.time()
+                self._app_id = app_id
 
         with termination.held():
             yield submitted
@@ -149,7 +148,7 @@ class Foreground:
         with contextlib.suppress(BackendError, OSError, ValueError):  # ValueError: stderr is closed
             found = self._apps.read(self._app_id)
             if found is not None and found[1].state.is_terminal:
-                summary_of(self._handle, *found, self._submitted, time.time()).write(sys.stderr)
+                build(self._handle, *found).summary().write(sys.stderr)
 
     def _show_progress(self) -> None:
         """Print the events since the last call, if this machine has them."""

@@ -12,19 +12,23 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import AppStatus, count_restarts, root_cause
 from torchx_monarch.command.command import Command
 from torchx_monarch.command.rank_command import rank_command
 from torchx_monarch.insight.rank_sample import RankView
-from torchx_monarch.insight.summary import Summary
-from torchx_monarch.insight.timeline import PHASES, Moment, RoleView, Timeline
+from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
+from torchx_monarch.insight.timeline import PHASES, Moment, RoleView, Timeline, seconds_to_group
 from torchx_monarch.insight.timeline import build as build_timeline
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import shell_code
 from torchx_monarch.model.state import State
 from torchx_monarch.system.untrusted_text import one_line
+
+_SLOW_START = 2.0
+"""Seconds between the start of a rank and its first process group that are worth a hint."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,22 @@ class JobStatus:
     """What is known of a job, with the fields that docs/reference/json.md describes.
 
     Attributes:
-        summary: the last screen of a command that has waited for the job; None if it has not ended, or is not needed.
+        cause: why it has ended, with the rank; after a success what else there is to say; empty before the end.
+        traceback: the Python traceback of the root cause.
+        log: the log of the root cause, or else the folder of all logs, on this machine, or where a browser shows them.
+        hint: what would make it faster.
+        next: commands to type next.
     """
 
     handle: str
     name: str
     state: str
     message: str = ""
+    cause: str = ""
+    traceback: str = ""
+    log: str | None = None
+    hint: str = ""
+    next: Sequence[str] = ()
     phase: str | None = None
     submitted: float | None = None
     started: float | None = None
@@ -96,7 +109,6 @@ class JobStatus:
     roles: Sequence[RoleCommand] = field(default_factory=tuple)
     live: LiveState | None = None
     activity: Sequence[RankView] | None = None
-    summary: Summary | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -104,10 +116,26 @@ class JobStatus:
         return State(self.state).is_terminal
 
     def to_json(self) -> dict[str, Any]:
-        """Return the status as JSON values; the summary is for people."""
-        values = asdict(self)
-        del values["summary"]
-        return values
+        """Return the status as JSON values."""
+        return asdict(self)
+
+    def summary(self) -> Summary:
+        """Return the last screen of a command that has waited for the job."""
+        facts = [show_restarts(self.restarts)]
+        if self.hosts is not None:
+            per_host = self.ranks // self.hosts if self.ranks is not None and not self.ranks % self.hosts else None
+            facts.insert(0, show_shape(self.hosts, per_host))
+        return Summary(
+            self.state,
+            self.handle,
+            self.elapsed,
+            cause=self.cause,
+            traceback=self.traceback,
+            log=self.log or "",
+            ran=", ".join(facts),
+            hint=self.hint,
+            next=self.next,
+        )
 
 
 def timeline_of(app: AppSnapshot, status: AppStatus, now: float) -> Timeline:
@@ -129,7 +157,6 @@ def build(
     *,
     now: float | None = None,
     timeline: Timeline | None = None,
-    log_folder: str = "",
     live: LiveState | None = None,
 ) -> JobStatus:
     """Derive the status of a job from what its backend and its hosts tell.
@@ -144,18 +171,24 @@ def build(
     ended, started = _ended(app, status) if status.state.is_terminal else None, _started(app)
     since = started or app.created or None
     shown = _present_role(timeline, app)
+    log_folder, result = _log_folder(app), HostResult.from_text(status.error)
     attempt = shown.attempt if shown is not None and shown.ranks is not None else None  # a command has none
     return JobStatus(
         handle=handle,
         name=app.name,
         state=status.state.value,
         message=one_line(status.message),
+        cause=_cause(app, status, timeline, result) if status.state.is_terminal else "",
+        traceback=result.traceback if status.state is State.FAILED else "",
+        log=_log(app, status, result) or log_folder or None,
+        hint=_hint(timeline) if status.state is State.SUCCEEDED else "",
+        next=_next(handle, app, status, result) if status.state.is_terminal else (),
         phase=_phase(status, shown),
         submitted=app.created or None,
         started=started,
         ended=ended,
         elapsed=max(0.0, (ended or now) - since) if since and (ended or not status.state.is_terminal) else None,
-        exit_code=_exit_code(app, status),
+        exit_code=_exit_code(app, status, result),
         attempt=attempt.number if attempt is not None else None,
         attempts=_attempts(shown, commands),
         restarts=count_restarts(app),
@@ -184,6 +217,50 @@ def build(
         ],
         live=live,
     )
+
+
+def _cause(app: AppSnapshot, status: AppStatus, timeline: Timeline, result: HostResult) -> str:
+    parts = [status.message]
+    if status.state is State.FAILED and result.reason:
+        parts = [result.reason, *app.notes]
+    elif status.state is State.CANCELLED and timeline.hang is not None:
+        parts.append(f"hang: {timeline.hang.message}")
+    return one_line("; ".join(filter(None, parts)))
+
+
+def _next(handle: str, app: AppSnapshot, status: AppStatus, result: HostResult) -> Sequence[str]:
+    """Return the commands that show the log, of the replica of the root cause if there is one, and write a report."""
+    replica = ""
+    if status.cause is not None:
+        ids = {replica.id for replica in app.replicas if replica.role == status.cause.role}
+        replica = f"/{status.cause.role}/{result.replica if result.replica in ids else status.cause.id}"
+    return f"torchx log {handle}{replica}", f"torchx monarch report {handle} -o job.html"
+
+
+def _hint(timeline: Timeline) -> str:
+    """Return what would start the ranks of a job sooner that took some time to their first process group."""
+    if (seconds := seconds_to_group(timeline)) < _SLOW_START:
+        return ""
+    unshared = next((role.unshared for role in timeline.roles if role.unshared), "")
+    shared = (
+        f"the first import that they do not share: {one_line(unshared)}"
+        if unshared
+        else "with -cfg preload=auto, what a program imports in its first statements is imported once per host, and "
+        "what it imports later by each rank"
+    )
+    return f"ranks took {seconds:.1f} s or more until their process group had formed; {shared}"
+
+
+def _log(app: AppSnapshot, status: AppStatus, result: HostResult) -> str:
+    """Return the log of the root cause, if this machine has it, or where a browser shows the app; empty for neither."""
+    url = "" if urlsplit(app.ui_url).scheme == "file" else app.ui_url
+    return (local_path(result.log) if status.state is State.FAILED else "") or url
+
+
+def _log_folder(app: AppSnapshot) -> str:
+    """Return the folder of an app's logs; empty if this machine does not have it."""
+    url = urlsplit(app.ui_url)
+    return local_path(unquote(url.path) + "/logs") if url.scheme == "file" else ""
 
 
 def _started(app: AppSnapshot) -> float | None:
@@ -225,21 +302,15 @@ def in_one_line(status: JobStatus, now: float | None = None) -> str:
     return "; ".join(filter(None, parts))
 
 
-def with_hang(message: str, timeline: Timeline) -> str:
-    """Return why a job was ended, with the hang that its ranks were in."""
-    hang = f"hang: {timeline.hang.message}" if timeline.hang is not None else ""
-    return "; ".join(filter(None, (message, hang)))
-
-
 def _ended(app: AppSnapshot, status: AppStatus) -> float | None:
     decided = status.outcome.time if status.outcome is not None else 0.0
     return max([decided, *(replica.ended for replica in app.replicas)], default=0.0) or None
 
 
-def _exit_code(app: AppSnapshot, status: AppStatus) -> int | None:
+def _exit_code(app: AppSnapshot, status: AppStatus, result: HostResult) -> int | None:
     if status.state is not State.FAILED:
         return 0 if status.state is State.SUCCEEDED else None
-    code = HostResult.from_text(status.error).code
+    code = result.code
     cause = status.cause or root_cause([replica for replica in app.replicas if replica.state is State.FAILED])[0]
     if code is None and cause is not None:
         code = cause.exit_code
