@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from tests.contract.place import tree
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob
 from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.errors import BackendError, StateDirError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import reduce
@@ -242,6 +245,14 @@ def job() -> JobFolder:
     return folder
 
 
+def copy_of(folder: JobFolder, number: str) -> str:
+    """Return the folder of another job like this one."""
+    root = shutil.copytree(folder.root, f"{folder.root}{number}")
+    content = json.loads(Path(folder.app).read_text())
+    state_files.write_json(JobFolder(root).app, {**content, "jobs": [number]})
+    return root
+
+
 def write(folder: JobFolder, state: State, code: int | None = None, message: str = "") -> None:
     """Write the record of the replica."""
     record = AppRecord("7", "app", 1.0, state=state, msg=message, started=1.0, hostname="n1")
@@ -318,6 +329,52 @@ def test_the_job_of_a_submitter_that_was_killed_is_known_by_its_folder(
     monkeypatch.setattr(SlurmBackend, "cancel", lambda _, jobs: cancelled.append(jobs))
     SlurmBackend().stop(found, Outcome(State.CANCELLED), None)
     assert cancelled == [["7"]]
+
+
+@pytest.fixture
+def squeue(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[float]]:
+    """What squeue answers, which is to be filled in, and when it was asked, on a clock that is there, too."""
+    said, asked, now = [""], list[float](), [0.0]
+
+    def queued(_: SlurmBackend) -> dict[str, QueuedJob]:
+        asked.append(time.monotonic())
+        return parse_jobs(said[0])
+
+    monkeypatch.setattr(SlurmBackend, "queued", queued)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    return said, asked
+
+
+def test_those_that_wait_for_jobs_ask_slurm_together_and_less_often_while_nothing_changes(
+    job: JobFolder, squeue: tuple[list[str], list[float]]
+) -> None:
+    said, asked = squeue
+    ids = [str(number) for number in range(7, 12)]
+    for number in ids[1:]:
+        os.symlink(copy_of(job, number), os.path.join(SlurmBackend()._index, number))
+    said[0] = "\n".join(f"{number}|RUNNING|None" for number in ids)
+    apps = Apps(SlurmBackend(), "monarch_slurm")
+
+    def wait(seconds: float) -> list[bool]:
+        asked.clear()
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            ended = [apps.wait(number, 0.0) for number in ids]
+            time.sleep(0.5)
+        return ended
+
+    wait(400)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
+    assert gaps == [*[0] * (len(ids) - 1), 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
+    said[0] = said[0].replace("8|RUNNING", "8|NODE_FAIL")
+    assert wait(65) == [False, True, False, False, False]
+    write(job, State.RUNNING)  # which the answer of Slurm is older than
+    asked.clear()
+    found = apps.read("7")
+    assert found is not None and len(asked) == 1
+    state_files.write_json(job.record, asdict(OVER))
+    assert apps.wait("7", 0.0) and len(asked) == 1
 
 
 @pytest.mark.parametrize("recorded", [True, False])

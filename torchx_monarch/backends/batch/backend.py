@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torchx.specs import AppDef, Role
@@ -27,7 +27,8 @@ from torchx.specs import AppDef, Role
 from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.batch.folder import BatchRequest, BatchRole, JobFolder
 from torchx_monarch.backends.batch.options import SubmitOpts
-from torchx_monarch.backends.batch.snapshot import QueuedJob, first_start, has_ended, read_role
+from torchx_monarch.backends.batch.queue_report import QueueReport
+from torchx_monarch.backends.batch.snapshot import BatchSnapshot, QueuedJob, first_start, has_ended, read_role
 from torchx_monarch.backends.core import state_files, submitted_app
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import (
@@ -39,7 +40,7 @@ from torchx_monarch.backends.core.errors import (
     SubmittedAlreadyError,
     UserError,
 )
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
+from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.local.render import safe_name, working_folder
@@ -51,9 +52,6 @@ from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_files
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import one_line
-
-_QUEUE_INTERVAL = 5.0
-"""Seconds between two questions to the batch system while waiting for an app to end: all users share it."""
 
 _NOT_SUBMITTED = QueuedJob(
     State.PENDING, "it is not submitted yet; if its submission was interrupted, `torchx cancel` ends the job"
@@ -87,14 +85,6 @@ class Job(NamedTuple):
     submit_args: Sequence[str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchSnapshot(AppSnapshot):
-    """The state of an app, its folder, and the batch system's ids of its jobs."""
-
-    folder: JobFolder
-    jobs: Sequence[str]
-
-
 O = TypeVar("O", bound=SubmitOpts)  # noqa: E741
 
 
@@ -123,8 +113,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
     install: ClassVar[str] = ""
 
     def __init__(self) -> None:
-        self._asked: dict[str, float] = {}
-        """When the queue was last read for each app (``has_ended``)."""
+        self._report = QueueReport(self.report)
 
     # -- what a batch system adds --------------------------------------------------------------------------------------
 
@@ -345,8 +334,10 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         folder = self.folder(app_id)
         if folder is None:
             return None
-        queued = {} if self.has_recorded_end(folder) else self.report({app_id: folder})
-        return self.read(app_id, folder, queued, brief=brief)
+        if self.has_recorded_end(folder):
+            self._report.forget(app_id)
+            return self.read(app_id, folder, {}, brief=brief)
+        return self._report.read(app_id, folder, lambda queued: self.read(app_id, folder, queued, brief=brief))
 
     def snapshots(self, options: Cfg) -> Sequence[BatchSnapshot]:
         folders = self.folders()
@@ -394,6 +385,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
             ui_url=f"file://{folder.root}",
             folder=folder,
             jobs=jobs,
+            files=(records, ending),
         )
 
     def _job_ids(
@@ -420,14 +412,11 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         return [[f"{job}.{k}" if job else "" for k in numbers] for numbers, job in zip(tasks, left, strict=False)]
 
     def has_ended(self, app_id: str) -> bool | None:
-        """Return None when the app's state is to be read, else False: the batch system is asked at most every 5 s."""
-        folder, now = self.folder(app_id), time.monotonic()
-        if folder is None or self.has_recorded_end(folder):
+        """Return None when the app's state is to be read, else False: the batch system is not asked all the time."""
+        folder = self.folder(app_id)
+        if folder is None or self.has_recorded_end(folder) or self._report.has_news(app_id, folder):
             return None
-        if now < self._asked.get(app_id, -_QUEUE_INTERVAL) + _QUEUE_INTERVAL:
-            return False
-        self._asked[app_id] = now
-        return None
+        return False
 
     def read_log(
         self, app: BatchSnapshot, role: str, replica: int, query: LogQuery[BatchSnapshot]
@@ -439,7 +428,6 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
 
     def stop(self, app: BatchSnapshot, outcome: Outcome, grace: float | None) -> None:
         """Ask the tasks to stop, which look for that every second; end jobs that wait, and all jobs without grace."""
-        self._asked.pop(app.app_id, None)
         try:
             app.folder.write_stop(outcome, grace)
         except OSError:  # a full disk: the tasks cannot be asked, so that the batch system must end them

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchx_monarch.backends.batch.folder import JobFolder
-from torchx_monarch.backends.core.snapshot import Outcome, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
@@ -28,6 +28,21 @@ class QueuedJob(NamedTuple):
     reason: str = ""
     is_stuck: bool = False
     name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSnapshot(AppSnapshot):
+    """The state of an app.
+
+    Attributes:
+        folder: its folder.
+        jobs: the batch system's ids of its jobs.
+        files: what its files say, but for events and logs, to be compared.
+    """
+
+    folder: JobFolder
+    jobs: Sequence[str]
+    files: object
 
 
 def read_role(

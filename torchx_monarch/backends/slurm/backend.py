@@ -19,9 +19,9 @@ from dataclasses import replace
 from torchx.specs import AppDef, InvalidRunConfigException, Role
 from torchx.workspace.dir_workspace import DirWorkspaceMixin
 
-from torchx_monarch.backends.batch.backend import BatchBackend, BatchSnapshot, Job
+from torchx_monarch.backends.batch.backend import BatchBackend, Job
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder
-from torchx_monarch.backends.batch.snapshot import QueuedJob
+from torchx_monarch.backends.batch.snapshot import BatchSnapshot, QueuedJob
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -182,6 +182,7 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         return replace(
             app,
             native=outcome,
+            files=(app.files, record),
             started=record.started if record else 0.0,
             roles=[replace(role, is_active=active) for role in app.roles],
         )

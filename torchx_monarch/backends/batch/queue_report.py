@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the batch system has last reported of the user's jobs: one answer for all apps that a process watches."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from torchx_monarch.backends.batch.folder import JobFolder
+from torchx_monarch.backends.batch.snapshot import BatchSnapshot, QueuedJob
+from torchx_monarch.model.state import State
+
+_MIN_INTERVAL = 2.0
+_MAX_INTERVAL = 60.0
+"""Seconds between two questions, which double while nothing changes: administrators of clusters ask for that."""
+
+
+class _Seen(NamedTuple):
+    """How an app was read last: from where, with the report of when, what its files said, and its replicas' states."""
+
+    folder: JobFolder
+    asked: float
+    files: object
+    states: list[tuple[State, bool]]
+
+
+class QueueReport:
+    """The latest report, which counts for an app while it is young and the app's files are as they were then.
+
+    With files that are newer, a report would say that a job waits whose task has begun.
+
+    Args:
+        ask: asks the batch system for apps, by their ids.
+    """
+
+    def __init__(self, ask: Callable[[Mapping[str, JobFolder]], Mapping[str, QueuedJob]]) -> None:
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._jobs: Mapping[str, QueuedJob] = {}
+        self._asked = self._interval = 0.0
+        self._apps: dict[str, _Seen] = {}
+
+    def has_news(self, app_id: str, folder: JobFolder) -> bool:
+        """Return whether an app is to be read: with a report that it was not read with yet, or as it has ended."""
+        seen = self._apps.get(app_id)
+        if seen is None or seen.asked != self._asked or self._is_due(folder):
+            return True
+        return all(state.is_terminal for state, _ in seen.states)
+
+    def _is_due(self, folder: JobFolder) -> bool:
+        interval = self._interval if folder.load_ending() is None else _MIN_INTERVAL
+        return time.monotonic() >= self._asked + interval
+
+    def read(
+        self, app_id: str, folder: JobFolder, read: Callable[[Mapping[str, QueuedJob]], BatchSnapshot | None]
+    ) -> BatchSnapshot | None:
+        """Return what ``read`` makes of the report and of an app's files, which it reads now."""
+        with self._lock:
+            before = self._apps.get(app_id)
+            app = None if before is None or self._is_due(folder) else read(self._jobs)
+            if app is None or before is None or app.files != before.files:
+                folders = {known: seen.folder for known, seen in self._apps.items()}
+                self._jobs, self._asked = self._ask({**folders, app_id: folder}), time.monotonic()
+                self._interval = min(_MAX_INTERVAL, 2 * self._interval)
+                app = read(self._jobs)
+            if app is None:
+                self.forget(app_id)
+                return None
+            states = [(replica.state, replica.is_stuck) for replica in app.replicas]
+            if before is None or (app.files, states) != (before.files, before.states):
+                self._interval = _MIN_INTERVAL
+            self._apps[app_id] = _Seen(folder, self._asked, app.files, states)
+            return app
+
+    def forget(self, app_id: str) -> None:
+        """Ask no more for an app, which has ended."""
+        self._apps.pop(app_id, None)
