@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from torchx.specs import AppState
 
 from tests.clusters.batch import commands
 from tests.contract.batch import BatchContract
@@ -107,6 +109,15 @@ class _StandInContract(BatchContract):
 
 class TestPbs(_StandInContract):
     kind = _PbsPlace
+
+    def test_a_port_that_is_taken_ends_the_job_at_once(self, place: _StandInPlace) -> None:
+        """The host that wants it says so, and the other one does not wait for ``host_timeout``."""
+        with socket.create_server(("", 0)) as taken:
+            cfg = f"rendezvous_port={taken.getsockname()[1]},host_timeout=100000,preload=none"
+            words = ("-s", place.name, "-cfg", cfg, "--workspace", "", "monarch.spmd", "-j", "2x1")
+            handle = place.adopt(place.torchx("run", *words, place.program("pass")).split()[-1])
+            status = place.wait(handle, AppState.FAILED)
+        assert "Address already in use" in str(status)
 
 
 class TestLsf(_StandInContract):
