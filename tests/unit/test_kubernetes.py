@@ -345,7 +345,7 @@ def role(
 ) -> RoleSnapshot:
     spec = RoleSpec(name, len(attempts), fewest, sidecar, retries)
     replicas = [snapshot.replica(spec, number, pods, job, ".a.n.svc", NOW - 60) for number, pods in enumerate(attempts)]
-    return RoleSnapshot(spec, replicas, job.is_active, job.finished, job.reason)
+    return RoleSnapshot(spec, replicas, job.finished, job.reason)
 
 
 def app(*roles: RoleSnapshot) -> AppSnapshot:
@@ -362,9 +362,8 @@ def run(phase: str = "Running", at: float = 0.0, **more: Any) -> Attempt:
     return attempt
 
 
-def test_leaves_a_job_alone_that_has_only_to_report_its_end() -> None:
-    found = state_of(role("main", [run("Succeeded", 900.0)]))
-    assert found.state is State.RUNNING and pending_stop(app(role("main", [run("Succeeded", 900.0)]))) is None
+def test_a_role_has_ended_with_its_pods_though_its_job_has_yet_to_say_so() -> None:
+    assert state_of(role("main", [run("Succeeded", 900.0)])).state is State.SUCCEEDED
 
 
 def test_waits_for_a_replacement() -> None:
@@ -433,7 +432,6 @@ def test_a_snapshot_of_an_apps_objects() -> None:
     assert (found.app_id, found.name, found.grace, found.ending, found.native) == ("n:a", "My App", 7.0, None, None)
     assert [replica.state for replica in found.replicas] == [State.RUNNING, State.PENDING]
     assert found.replicas[0].hostname == "app-r-0.a.n.svc"
-    assert [role.is_active for role in found.roles] == [True]
     refused = snapshot.assemble(stored(packed(), jobs=[job]), NOW, {"u": "gets no pods: quota"})
     assert reduce(refused).message == "role main gets no pods: quota"
 

@@ -170,14 +170,9 @@ def test_what_was_asked_to_stop_is_not_stopped_again() -> None:
     assert pending_stop(app(replace(role(F, R), replicas=[one(0, F), one(1, R, is_stopping=True)]))) is None
 
 
-def test_what_a_controller_may_still_start_is_alive() -> None:
-    queued = replace(role(P, P), is_active=True, reason="waits for Kueue")
+def test_what_a_controller_says_of_a_role() -> None:
+    queued = replace(role(P, P), reason="waits for Kueue")
     assert reduce(app(queued)) == AppStatus(P, "role r waits for Kueue")
-    failed = replace(role(F, P), is_active=True)
-    assert reduce(app(failed)).state is R and pending_stop(app(failed))
-    ended = replace(role(S, S), is_active=True)
-    status = reduce(app(ended))
-    assert status.state is R and not pending_stop(app(ended)), "only the controller's own status is late"
     over = replace(role(S, P), finished=S)
     assert reduce(app(over)).outcome == Outcome(S, time=100.0)
     broken = replace(role(C, C), finished=F, reason="DeadlineExceeded")

@@ -65,7 +65,6 @@ class ReplicaSnapshot:
         is_stopping: whether it was asked to stop already.
         was_stopped: whether it ended because it was asked to: it is not the root cause then.
         is_error_lost: whether its error file may be missing: there was no room for it, or it was removed.
-        lingers: whether processes of it still run although ``state`` is terminal.
     """
 
     role: str
@@ -85,7 +84,6 @@ class ReplicaSnapshot:
     is_stopping: bool = False
     was_stopped: bool = False
     is_error_lost: bool = False
-    lingers: bool = False
 
     @property
     def name(self) -> str:
@@ -94,8 +92,8 @@ class ReplicaSnapshot:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs or may still start, or a process of it still runs."""
-        return self.state in (State.PENDING, State.RUNNING) or self.lingers
+        """Whether it runs or may still start."""
+        return self.state in (State.PENDING, State.RUNNING)
 
     @property
     def distance(self) -> tuple[bool, bool, bool, bool, bool, float]:
@@ -121,7 +119,6 @@ class RoleSnapshot:
 
     Attributes:
         replicas: its replicas, by index.
-        is_active: whether the backend's own controller may still start replicas of it.
         finished: the state in which the backend's own controller has ended the role; None if it has not, or there is
             no such controller.
         reason: what that controller waits for, or why it has ended the role; empty if it does not say.
@@ -129,7 +126,6 @@ class RoleSnapshot:
 
     spec: RoleSpec
     replicas: Sequence[ReplicaSnapshot]
-    is_active: bool = False
     finished: State | None = None
     reason: str = ""
 

@@ -156,7 +156,7 @@ def _lighthouse(app: AppSnapshot) -> str:
 
 
 def _is_idle(app: AppSnapshot) -> bool:
-    return not any(replica.is_alive for replica in app.replicas) and not any(role.is_active for role in app.roles)
+    return not any(replica.is_alive for replica in app.replicas)
 
 
 def _decide(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> Outcome | None:

@@ -266,7 +266,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         unfinished = {
             str(index)
             for index, role in enumerate(app.roles)
-            if role.is_active and any(r.state not in (State.SUCCEEDED, State.FAILED) for r in role.replicas)
+            if role.finished is None and any(r.state not in (State.SUCCEEDED, State.FAILED) for r in role.replicas)
         }
         jobs = [job for job in objects.jobs if job["metadata"]["labels"].get(request.LABEL_ROLE) in unfinished]
         # Kubernetes would delete the record with the last of its owners, which are deleted below.

@@ -77,7 +77,8 @@ class JobReport:
     """What the Job of a role reports.
 
     Attributes:
-        is_active, finished, reason: as for ``RoleSnapshot``.
+        is_active: whether it may still start pods.
+        finished, reason: as for ``RoleSnapshot``.
         succeeded, failed: indexes of the replicas that have finally succeeded or failed.
     """
 
@@ -110,7 +111,7 @@ def assemble(objects: AppObjects, now: float, refusals: Mapping[str, str] | None
             attempts[spec.name, number] = its_attempts = pods.get((index, number), [])
             stuck_before = now - float(options["pull_timeout"])
             replicas.append(replica(spec, number, its_attempts, report, host_suffix, stuck_before))
-        roles.append(RoleSnapshot(spec, replicas, report.is_active, report.finished, report.reason))
+        roles.append(RoleSnapshot(spec, replicas, report.finished, report.reason))
     ending = None
     if ANNOTATION_ENDED in annotations:
         note = json.loads(annotations[ANNOTATION_ENDED])
@@ -162,7 +163,6 @@ def replica(
         is_stuck=0 < last.stuck_since < stuck_before,
         is_stopping=bool(running) and all(attempt.is_stopping for attempt in running),
         was_stopped=last.was_deleted,
-        lingers=state.is_terminal and bool(running),
     )
 
 

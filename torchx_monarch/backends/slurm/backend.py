@@ -177,25 +177,18 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         if app is None:
             return None
         job = queued.get(*app.jobs) if app.jobs else None
-        outcome = _outcome(job, record, folder)
-        active = job is not None and not job.state.is_terminal and (outcome is None or not outcome.state.is_terminal)
-        return replace(
-            app,
-            native=outcome,
-            files=(app.files, record),
-            started=record.started if record else 0.0,
-            roles=[replace(role, is_active=active) for role in app.roles],
-        )
+        started = record.started if record else 0.0
+        return replace(app, native=_outcome(job, record, folder), files=(app.files, record), started=started)
 
 
 def _outcome(job: QueuedJob | None, record: BatchRecord | None, folder: JobFolder) -> Outcome | None:
-    """Return how a job has ended, or what it waits for; None if its replicas say that."""
+    """Return the state of a job as Slurm and the batch step tell it; None if they do not know it any more."""
     if record is not None and record.ended is not None and not (record.outside and job):
         return Outcome(record.state, record.msg, time=record.ended)
     if job is None:
         return None
     if not job.state.is_terminal:
-        return Outcome(job.state, job.reason) if job.state is State.PENDING else None
+        return Outcome(job.state, job.reason)
     if job.state is State.SUCCEEDED:
         return Outcome(State.SUCCEEDED)
     ending = folder.load_ending()
