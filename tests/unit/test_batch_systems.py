@@ -4,19 +4,31 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import pytest
+from torchx.specs import AppDef, Role
 
 from torchx_monarch.backends.batch.backend import Job
+from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.batch.htcondor import HTCondorBackend
 from torchx_monarch.backends.batch.lsf import LsfBackend
 from torchx_monarch.backends.batch.options import AccountOpts, BatchOpts, time_limit
 from torchx_monarch.backends.batch.pbs import PbsBackend, PbsOpts
 from torchx_monarch.backends.batch.sge import SgeBackend, SgeOpts
 from torchx_monarch.backends.batch.snapshot import QueuedJob
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.errors import BackendError, UserError
+from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.core.state import reduce
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.local.status import AppRecord, RoleRecord
+from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
+from torchx_monarch.supervisor.replica import ReplicaRecord
 
 JOB = Job("m-x-0", ["/a b/python", "it's", '"$HOME"'], 2, 4, 8, 1000, "/jobs/x/job.log", ["-x", "more"])
 
@@ -82,6 +94,59 @@ def test_pbs(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         "10": WAITING,
     }
+
+
+@pytest.fixture
+def pbs_app() -> JobFolder:
+    """The folder of an app of PBS whose two jobs are 8 and 9, and which has recorded nothing."""
+    backend = PbsBackend()
+    folder = JobFolder(backend.new_folder("app", backend.root))
+    submitted = SubmittedApp(AppDef("app", [Role("r", image="", entrypoint="true")]), [RoleSpec("r", 2)])
+    os.makedirs(folder.root)
+    os.makedirs(backend._index)
+    os.symlink(folder.root, os.path.join(backend._index, folder.app_id))
+    state_files.write_json(folder.app, {"created": 1.0, "jobs": ["8", "9"], **submitted.to_json()})
+    return folder
+
+
+def test_an_app_of_which_a_job_can_never_run_has_failed_and_leaves_the_queue_by_a_cancel(
+    pbs_app: JobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = QSTAT.replace("Not Running", "Can Never Run")
+    commands = list[Sequence[str]]()
+
+    def run(self: PbsBackend, command: Sequence[str]) -> str:
+        commands.append(command)
+        return queue
+
+    monkeypatch.setattr(PbsBackend, "run", run)
+    apps = Apps(PbsBackend(), "monarch_pbs")
+    found = apps.read(pbs_app.app_id)
+    assert found is not None and found[1].state is State.FAILED
+    assert (
+        found[1].message
+        == "replica r/0 cannot start: Can Never Run: Insufficient amount of resource: ngpus (R: 8 A: 0 T: 8)"
+    )
+    assert apps.wait(pbs_app.app_id, 0.0)
+    apps.cancel(pbs_app.app_id)
+    assert ["qdel", "8", "9"] in commands
+
+
+def test_a_job_that_the_batch_system_ends_says_so(pbs_app: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    for k in range(2):
+        record = AppRecord("x", "app", 1.0, state=State.CANCELLED, msg="got SIGTERM", started=1.0, hostname="n1")
+        record.roles = [RoleRecord("r", [ReplicaRecord(k, State.CANCELLED, exit_code=-15, started=1.0, ended=2.0 - k)])]
+        os.makedirs(pbs_app.replica("r", k).root)
+        state_files.write_json(pbs_app.replica("r", k).status, asdict(record))
+    answers(monkeypatch, PbsBackend, "")
+    found = PbsBackend().snapshot(pbs_app.app_id)
+    assert found is not None
+    status = reduce(found)
+    reason = "the batch system has ended its job, as at a time limit"
+    assert (status.state, status.message) == (State.FAILED, f"replica r/1 on n1: {reason}")
+    pbs_app.write_stop(Outcome(State.CANCELLED, "cancelled"), None)
+    cancelled = PbsBackend().snapshot(pbs_app.app_id)
+    assert cancelled is not None and {replica.state for replica in cancelled.replicas} == {State.CANCELLED}
 
 
 def test_lsf(monkeypatch: pytest.MonkeyPatch) -> None:

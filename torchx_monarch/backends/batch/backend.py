@@ -441,8 +441,12 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         jobs = {task_id: _job(queued, task_id) for task_id in ids}
         return {task_id: job for task_id, job in jobs.items() if job is not None and not job.state.is_terminal}
 
+    def still_runs(self, app: BatchSnapshot) -> bool:
+        """Return whether a job is in the queue that can never start."""
+        return any(replica.is_stuck for replica in app.replicas)
+
     def remove(self, app: BatchSnapshot) -> None:
-        if any(replica.is_alive for replica in app.replicas):
+        if self.still_runs(app) or any(replica.is_alive for replica in app.replicas):
             self.cancel(app.jobs)
         # The job's last process, or another one that removes the folder, may write to it.
         while os.path.lexists(app.folder.root):

@@ -79,21 +79,18 @@ def read_replica(
     found = replace(found, ended=latest.ended or record.ended or 0.0)
     if record.state is State.SUCCEEDED:
         return replace(found, state=State.SUCCEEDED, exit_code=0)
+    where = f"replica {spec.name}/{k} on {record.hostname}: "
     if record.terminal:
+        found = replace(found, error=latest.error or "", exit_code=latest.exit_code)
+        if is_preempted:
+            failure = where + (reason or "the batch system has ended its job, as at a time limit")
+            return replace(found, state=State.FAILED, failure=failure, was_stopped=True)
         is_stopped = record.state is State.CANCELLED
-        return replace(
-            found,
-            state=State.CANCELLED if is_stopped else State.FAILED,
-            failure=reason or record.msg,
-            error=latest.error or "",
-            exit_code=latest.exit_code,
-            was_stopped=is_stopped,
-        )
+        return replace(found, state=record.state, failure=reason or record.msg, was_stopped=is_stopped)
     if queued is not None:
         state = State.PENDING if latest.state is State.PENDING else State.RUNNING
         return replace(found, state=state, is_stopping=ending is not None)
-    reason = reason or "it was killed by the batch system, or its node was lost"
-    failure = f"replica {spec.name}/{k} on {record.hostname}: {reason}"
+    failure = where + (reason or "it was killed by the batch system, or its node was lost")
     return replace(found, state=State.FAILED, failure=failure, was_stopped=ending is not None)
 
 
@@ -107,11 +104,15 @@ def _not_started(role: str, k: int, queued: QueuedJob | None, reason: str, endin
 
 
 def _waiting(found: ReplicaSnapshot, job: QueuedJob, ending: Outcome | None, reason: str = "") -> ReplicaSnapshot:
-    """Return a replica whose job waits, by default for ``reason``, or whose task is about to begin."""
+    """Return a replica whose job waits, by default for ``reason``, or whose task is about to begin.
+
+    One that can never start has failed: no process of the app would tell its end.
+    """
+    if job.is_stuck:
+        failure = f"replica {found.name} cannot start: {job.reason}"
+        return replace(found, state=State.FAILED, failure=failure, is_stuck=True)
     is_stopping = ending is not None and job.state is State.RUNNING
-    return replace(
-        found, state=State.PENDING, waiting=job.reason or reason, is_stuck=job.is_stuck, is_stopping=is_stopping
-    )
+    return replace(found, state=State.PENDING, waiting=job.reason or reason, is_stopping=is_stopping)
 
 
 def _was_preempted(record: AppRecord, ending: Outcome | None) -> bool:
