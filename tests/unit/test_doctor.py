@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from torchx_monarch.cli import doctor as command
+from torchx_monarch.cli import doctor
 from torchx_monarch.model.check_result import CheckResult
-from torchx_monarch.schedulers import doctor, install_checks
 
 
 def levels(results: Iterable[CheckResult]) -> dict[str, str]:
@@ -29,9 +28,9 @@ def test_a_result_is_a_line() -> None:
 
 
 def test_packages_that_are_missing_or_too_many_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(levels(install_checks.check_installation()).values()) == {"ok"}
-    monkeypatch.setattr(install_checks, "_version", lambda name: {"torchx": "0.7.0"}.get(name, ""))
-    found = {result.what: result for result in install_checks.check_installation()}
+    assert set(levels(doctor.check_installation()).values()) == {"ok"}
+    monkeypatch.setattr(doctor, "installed_version", lambda name: {"torchx": "0.7.0"}.get(name, ""))
+    found = {result.what: result for result in doctor.check_installation()}
     assert found["torchx"].level == "fail"
     assert (found["torchmonarch"].level, found["torchmonarch"].advice) == ("fail", "run: pip install torchmonarch")
 
@@ -70,9 +69,9 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*words: str) -> int:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    doctor.add_arguments(parser)
     try:
-        command.run(parser.parse_args(words))
+        doctor.run(parser.parse_args(words))
     except SystemExit as error:
         return int(str(error.code))
     return 0

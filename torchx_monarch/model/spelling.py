@@ -7,8 +7,8 @@ import difflib
 from collections.abc import Iterable
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return the known name that is most like a word; empty if none is near.
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Return `` Did you mean NAME?``, with a leading blank, for the name that is most like a word; empty if none is.
 
     A name also counts as near if it only begins like the word: ``--nprocs`` is near ``--nproc-per-node``. Upper and
     lower case, ``-`` and ``_`` are the same here.
@@ -22,14 +22,8 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     for names in (whole, beginnings):
         found = difflib.get_close_matches(typed, names, n=1, cutoff=0.7)
         if found:
-            return names[found[0]]
+            return f" Did you mean {names[found[0]]}?"
     return ""
-
-
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return `` Did you mean NAME?``, with a leading blank, for the nearest known name; empty if none is near."""
-    name = nearest(word, choices)
-    return f" Did you mean {name}?" if name else ""
 
 
 def _folded(name: str) -> str:
