@@ -211,9 +211,7 @@ def test_only_hosts_get_credentials(secret: bool) -> None:
     mine = role("a", 1, env={"MONARCH_CREDENTIALS": "of the user"})
     made = job(mine, shell("sh", 1), secret=secret, execution_role_arn="arn:aws:iam::1:role/x")
     before = str(made)
-    made.definition = request.with_credentials(
-        made, [RoleSpec("a", workload=WorkloadKind.RANKS), RoleSpec("sh")], "given"
-    )
+    made.definition = request.with_credentials(made, RoleSpec("a", workload=WorkloadKind.RANKS), "given")
     assert complaints(made) == []
     where, key = ("secrets", "valueFrom") if secret else ("environment", "value")
     given = [

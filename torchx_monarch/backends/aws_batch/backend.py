@@ -53,7 +53,6 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
     capabilities = Capabilities(
         limits_resources=True,
         one_host_role=True,
-        removes_running_apps=True,
         kills=False,
         separate_streams=False,
         needs_image=True,
@@ -97,7 +96,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
                 secret = {**job.secret, "SecretString": credentials}
                 credentials = self._aws.call("secretsmanager", "CreateSecret", **secret)["ARN"]
                 undo.callback(self._delete_secret, credentials)
-            definition = request.with_credentials(job, submitted.roles, credentials)
+            definition = request.with_credentials(job, submitted.roles[0], credentials)
             made = self._aws.call("batch", "RegisterJobDefinition", **definition)["jobDefinitionArn"]
             undo.callback(self._quietly, "batch", "DeregisterJobDefinition", jobDefinition=made)
             answer = self._aws.call("batch", "SubmitJob", **{**arguments, "jobDefinition": made})

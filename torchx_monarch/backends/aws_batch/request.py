@@ -142,7 +142,7 @@ def render(app: AppDef, roles: Sequence[RoleSpec], cfg: AWSBatchOpts) -> BatchJo
         submit["shareIdentifier"] = cfg.share_id
         definition["schedulingPriority"] = cfg.priority
     job = BatchJob(name, queue, definition, submit)
-    if cfg.secret and any(spec.runs_hosts for spec in roles):
+    if cfg.secret and roles[0].runs_hosts:
         job.secret = {
             "Name": f"{SECRET_PREFIX}{name}",
             "Description": f"Credentials of the hosts of the AWS Batch job {name}; removed by torchx delete",
@@ -232,13 +232,12 @@ def _quoted(text: str) -> str:
     return f'"${_REPLICA}"'.join(shlex.quote(part) if part else "" for part in text.split(_UNKNOWN)) or "''"
 
 
-def with_credentials(job: BatchJob, roles: Sequence[RoleSpec], value: str) -> dict[str, Any]:
+def with_credentials(job: BatchJob, main: RoleSpec, value: str) -> dict[str, Any]:
     """Return a copy of a job definition whose hosts receive their credentials, or the ARN of the secret with them."""
     definition = copy.deepcopy(job.definition)
     where, key = ("secrets", "valueFrom") if job.secret else ("environment", "value")
-    for properties, spec in zip(containers_of(definition), roles, strict=False):
-        if spec.runs_hosts:
-            properties.setdefault(where, []).append({"name": CREDENTIALS, key: value})
+    if main.runs_hosts:
+        _main_container(definition).setdefault(where, []).append({"name": CREDENTIALS, key: value})
     return definition
 
 
@@ -270,28 +269,28 @@ def _safe(text: str, size: int) -> str:
     return re.sub(r"[^\w\s.:/=+@-]", "_", str(text))[:size]
 
 
-def containers_of(job: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the container properties of each role, from Batch's description of a job or of its definition."""
+def _main_container(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the container properties of the main node, from Batch's description of a job or of its definition."""
     if nodes := job.get("nodeProperties"):
-        return [node_range["container"] for node_range in nodes["nodeRangeProperties"]]
-    single = job.get("containerProperties") or job.get("container")
-    return [single] if single else []
+        found: dict[str, Any] = nodes["nodeRangeProperties"][0]["container"]
+        return found
+    return job.get("containerProperties") or job.get("container") or {}
 
 
 def result_key(job: Mapping[str, Any]) -> str:
     """Return the key with which the hosts of a job sign their results; empty if none runs hosts."""
-    variables = (variable for properties in containers_of(job) for variable in properties.get("environment", ()))
+    variables = _main_container(job).get("environment", ())
     return next((variable.get("value", "") for variable in variables if variable["name"] == KEY_VARIABLE), "")
 
 
 def secrets_of(job: Mapping[str, Any]) -> list[str]:
     """Return the ARNs of the secrets that were made for the credentials of a job's hosts."""
-    variables = [secret for properties in containers_of(job) for secret in properties.get("secrets", ())]
-    arns = [variable["valueFrom"] for variable in variables if variable["name"] == CREDENTIALS]
+    secrets = _main_container(job).get("secrets", ())
+    arns = [secret["valueFrom"] for secret in secrets if secret["name"] == CREDENTIALS]
     return [arn for arn in arns if f":{SECRET_PREFIX}" in arn]
 
 
 def log_group(job: Mapping[str, Any]) -> str:
     """Return the CloudWatch log group of a job's containers."""
-    properties = next(iter(containers_of(job)), {})
+    properties = _main_container(job)
     return str(properties.get("logConfiguration", {}).get("options", {}).get("awslogs-group", _DEFAULT_LOG_GROUP))

@@ -171,7 +171,7 @@ class Apps(Generic[S]):
         if found is None:
             return
         app, status = found
-        if not self.backend.capabilities.removes_running_apps and self._stop(app, status, None):
+        if self.backend.capabilities.kills and self._stop(app, status, None):
             if not self.wait(app_id, _end_timeout(app)):
                 raise BackendError(f"app {app_id} did not end after a stop request; it is kept")
             app, _ = self.read(app_id, brief=True) or found

@@ -59,8 +59,8 @@ class Capabilities:
         one_host_role: whether only the first role may have hosts, because replicas learn no address but that of the
             first role's replica 0.
         waits_for_cancel: whether ``torchx cancel`` waits for the app's end; otherwise it returns immediately.
-        removes_running_apps: whether ``remove`` also ends what still runs, within its grace period.
-        kills: whether ``stop`` can kill immediately.
+        kills: whether ``stop`` can kill immediately. Where it cannot, ``remove`` also ends what still runs, within the
+            grace period that it has.
         separate_streams: whether it keeps a replica's stdout and stderr apart.
         shares_interpreter: whether its replicas find the submitter's Python interpreter at the same path.
         limits_resources: whether a replica gets the CPUs and GPUs that its role asks for and no more.
@@ -72,7 +72,6 @@ class Capabilities:
 
     one_host_role: bool = False
     waits_for_cancel: bool = False
-    removes_running_apps: bool = False
     kills: bool = True
     separate_streams: bool = True
     shares_interpreter: bool = False

@@ -54,7 +54,6 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
     }
     capabilities = Capabilities(
         limits_resources=True,
-        removes_running_apps=True,
         kills=False,
         separate_streams=False,
         needs_owner=True,

@@ -8,8 +8,8 @@ The rules:
 
 - A replica that fails is started again alone, ``max_retries`` times, whatever the retry policy: hosts of a role, or of
   an app, end and begin again together by themselves (``controller``). It waits longer and longer (``model.backoff``).
-- ``core.state`` decides how the app has ended. Then what still runs is stopped: after a failure the failed replica's
-  siblings first have ``SETTLE`` seconds to end by themselves.
+- ``core.state`` decides how the app has ended. Then what still runs is stopped: the siblings of the replica whose end
+  has decided it first have ``SETTLE`` seconds to end by themselves.
 - Hosts exit with 0 once all ranks of their role have. A host that is killed, or starts, after that has nothing to do.
 """
 
@@ -253,7 +253,7 @@ class SupervisorLoop:
             self._on_success(replica)
 
     def _on_success(self, replica: Replica) -> None:
-        self._end_if_decided()
+        self._end_if_decided(replica)
         if self._outcome is None and (replica.spec.runs_hosts or replica.spec.is_elastic) and not replica.stopping:
             self.at(time.monotonic() + SETTLE, lambda: self._stop_late_hosts(replica))
 
@@ -271,7 +271,7 @@ class SupervisorLoop:
             text = f"{replica.failure}; {'its role had succeeded' if self._is_over(replica.role_index) else why}"
             self._event("replica_spared", text, replica)
             self._tolerated.add(replica)
-        self._end_if_decided(failed=replica)
+        self._end_if_decided(replica)
 
     def _restart(self, replica: Replica) -> None:
         replica.prepare_restart()
@@ -337,20 +337,16 @@ class SupervisorLoop:
             roles.append(RoleSnapshot(role.spec, snapshots))
         return AppSnapshot(self._request.app_id, self._request.name, roles, grace=self._request.grace)
 
-    def _end_if_decided(self, *, failed: Replica | None = None, spares_had_time: bool = False) -> None:
-        if self._outcome is not None or (outcome := reduce(self._snapshot()).outcome) is None:
-            return
-        if outcome.state is State.FAILED:
-            self._end(outcome, settling=[] if failed is None else self._ending_with(failed))
-        elif not spares_had_time and any(replica.alive and replica.spec.spares for replica in self._replicas):
-            self.at(time.monotonic() + SETTLE, lambda: self._end_if_decided(spares_had_time=True))
-        else:
-            self._end(outcome)
-
-    def _ending_with(self, failed: Replica) -> list[Replica]:
-        """Return the replicas that end by themselves when this one has failed: of its role, and of joint roles."""
-        is_joint = failed.spec.ends_together
-        return [r for r in self._replicas if r.role_index == failed.role_index or (is_joint and r.spec.ends_together)]
+    def _end_if_decided(self, ended: Replica) -> None:
+        """End the app if the end of this replica decides it. Its siblings, and joint roles, may end by themselves."""
+        if self._outcome is None and (outcome := reduce(self._snapshot()).outcome) is not None:
+            together = ended.spec.ends_together
+            settling = [
+                replica
+                for replica in self._replicas
+                if replica.role_index == ended.role_index or (together and replica.spec.ends_together)
+            ]
+            self._end(outcome, settling=settling)
 
     def _end(self, outcome: Outcome, *, grace: float | None = None, settling: Iterable[Replica] = ()) -> None:
         self._outcome = outcome

@@ -71,7 +71,6 @@ class WrappedBackend(Backend[NetworkOpts, AppDryRunInfo[Any, Any], AppSnapshot])
     options = NetworkOpts
     capabilities = Capabilities(
         one_host_role=True,
-        removes_running_apps=True,
         kills=False,
     )
 
