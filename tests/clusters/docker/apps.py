@@ -43,6 +43,8 @@ class Apps(Place):
         "test_a_command_is_told_of_the_end[0]",
         "test_ranks_are_looked_at_and_debugged",
         "test_a_rank_that_others_wait_for_is_the_root_cause",
+        "test_an_app_ends_when_it_is_decided_though_nobody_looks[succeeded]",
+        "test_an_app_ends_when_it_is_decided_though_nobody_looks[lost]",
     )
     own_bad_options = (({"innit": False}, "(?s)innit.*init"),)
     request_function = "requests.sessions:Session.request"

@@ -56,6 +56,8 @@ class Apps(Place):
         "test_delete_leaves_nothing[0]",
         "test_describe_gives_the_original_app[1]",
         "test_a_rank_that_others_wait_for_is_the_root_cause",
+        "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed]",
+        "test_an_app_ends_when_it_is_decided_though_nobody_looks[lost]",
     )
     wire = WIRE
     wires = dict.fromkeys(("bad options named", "missing tool says what to install"), "real")

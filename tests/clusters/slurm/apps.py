@@ -65,6 +65,9 @@ class Apps(Place):
         "test_a_command_is_told_of_the_end[0]",
         "test_delete_leaves_nothing[0]",
         "test_describe_gives_the_original_app[1]",
+        "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed]",
+        "test_an_app_ends_when_it_is_decided_though_nobody_looks[succeeded]",
+        "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed hosts]",
     )
     own_bad_options = (
         ({"partitoin": "main"}, "(?s)partitoin.*partition"),

@@ -61,6 +61,8 @@ class Apps(QueuePlace):
         "test_a_group_restarts_alone_and_may_be_lost[3]",
         "test_a_command_is_told_of_the_end[0]",
         "test_a_rank_that_others_wait_for_is_the_root_cause",
+        "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed]",
+        "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed hosts]",
     )
 
     def __init__(self, machines: Machines, hosts: Sequence[str] = ()) -> None:
