@@ -108,6 +108,8 @@ def test_a_role_without_hosts_waits_for_none() -> None:
     begun = [*STARTED[:2], event("replica_started", time=911.0, role="train", replica=0)]
     assert [status_of(plain, happened).phase for happened in ([], begun)] == ["running", "running"]
     assert status_of(plain, [*begun, event("cancel", time=912.0)]).phase == "stopping"
+    hosted = [*begun, event("hosts", count=2, time=912.0), event("ranks", attempt=0, time=913.0)]  # commands, no ranks
+    assert (status_of(app, hosted).phase, status_of(app, hosted).attempt) == ("running", None)
     assert [status_of(snapshot(), happened).phase for happened in ([], begun)] == [None, "hosts"]
     beside = replace(app, roles=[*snapshot().roles, RoleSnapshot(RoleSpec("eval"), [])])
     assert status_of(beside, begun).phase == "hosts"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The timeline of a job: its events as spans of time, from the submission to the end, and what each role does now.
 
-Nothing else reads events: ``status``, ``top``, ``report`` and ``wait`` show what is here. The phases of a role follow
-each other without a gap, so their durations add up to that of the job.
+Nothing else reads events, but to count restarts: ``status``, ``top``, ``report`` and ``wait`` show what is here. The
+phases of a role follow each other without a gap, so their durations add up to that of the job.
 """
 
 from __future__ import annotations
@@ -228,6 +228,11 @@ def build(happened: Iterable[Event], roles: Sequence[RoleSpec], *, start: float 
             if event.get("role") in (None, role.name):
                 reader.read(event)
         views.append(reader.end())
+    for span in spans:
+        if span.kind == "rank" and span.parent is not None:  # by now its attempt has its end
+            span.start, span.end = _clamped(span.parent, span.start, span.end)
+            if span.grouped is not None and not span.start <= span.grouped <= span.end:
+                span.grouped = None
     moments = tuple(_moment(event, event["message"]) for event in ordered if event["kind"] in _MOMENTS)
     return Timeline(tuple(spans), moments, tuple(views))
 
@@ -331,11 +336,6 @@ class _RoleReader:
     def end(self) -> RoleView:
         """Return what the role does after the last event."""
         self._close_phase(self._job.end)
-        for span in self._spans:
-            if span.kind == "rank" and span.parent is not None:
-                span.start, span.end = _clamped(span.parent, span.start, span.end)
-                if span.grouped is not None and not span.start <= span.grouped <= span.end:
-                    span.grouped = None
         return self._view
 
     def _span(self, kind: str, name: str, start: float, parent: Span, number: int = 0) -> Span:

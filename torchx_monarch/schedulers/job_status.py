@@ -171,7 +171,7 @@ def build(
     ended, started = _ended(app, status) if status.state.is_terminal else None, _started(app)
     since = started or app.created or None
     shown = _present_role(timeline, app)
-    log_folder, result = _log_folder(app), HostResult.from_text(status.error)
+    (log_folder, logs), result = _log_folder(app), HostResult.from_text(status.error)
     attempt = shown.attempt if shown is not None and shown.ranks is not None else None  # a command has none
     return JobStatus(
         handle=handle,
@@ -180,7 +180,7 @@ def build(
         message=one_line(status.message),
         cause=_cause(app, status, timeline, result) if status.state.is_terminal else "",
         traceback=result.traceback if status.state is State.FAILED else "",
-        log=_log(app, status, result) or log_folder or None,
+        log=(local_path(result.log) if status.state is State.FAILED else "") or logs or None,
         hint=_hint(timeline) if status.state is State.SUCCEEDED else "",
         next=_next(handle, app, status, result) if status.state.is_terminal else (),
         phase=_phase(status, shown),
@@ -251,16 +251,11 @@ def _hint(timeline: Timeline) -> str:
     return f"ranks took {seconds:.1f} s or more until their process group had formed; {shared}"
 
 
-def _log(app: AppSnapshot, status: AppStatus, result: HostResult) -> str:
-    """Return the log of the root cause, if this machine has it, or where a browser shows the app; empty for neither."""
-    url = "" if urlsplit(app.ui_url).scheme == "file" else app.ui_url
-    return (local_path(result.log) if status.state is State.FAILED else "") or url
-
-
-def _log_folder(app: AppSnapshot) -> str:
-    """Return the folder of an app's logs; empty if this machine does not have it."""
+def _log_folder(app: AppSnapshot) -> tuple[str, str]:
+    """Return the folder of an app's logs, empty if this machine does not have it, or where a browser shows the app."""
     url = urlsplit(app.ui_url)
-    return local_path(unquote(url.path) + "/logs") if url.scheme == "file" else ""
+    folder = local_path(unquote(url.path) + "/logs") if url.scheme == "file" else ""
+    return folder, folder if url.scheme == "file" else app.ui_url
 
 
 def _started(app: AppSnapshot) -> float | None:
@@ -277,8 +272,9 @@ def _present_role(timeline: Timeline, app: AppSnapshot) -> RoleView | None:
 def _phase(status: AppStatus, role: RoleView | None) -> str | None:
     if status.state is State.PENDING:
         return "queued"
-    known = role is not None and not status.state.is_terminal and role.phase.name not in ("submit", "queued", "unknown")
-    return role.phase.name if role is not None and known else None
+    if role is None or status.state.is_terminal or role.phase.name in ("submit", "queued", "unknown"):
+        return None
+    return role.phase.name
 
 
 def in_one_line(status: JobStatus, now: float | None = None) -> str:
