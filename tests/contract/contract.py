@@ -165,6 +165,17 @@ if rank == "3":
 time.sleep(1000)
 """
 
+_FAILS_ONCE = """
+fails, first = sys.argv[1] == sys.argv[2], not told("again")
+print("start", flush=True)
+while not told("fail" if fails and first else "go"):
+    time.sleep(0.1)
+sys.exit(3 if fails and first else 0)
+"""
+
+_WRAPPED = {"monarch": {"wrap": True}}
+"""Metadata of commands that have hosts on all backends."""
+
 
 class Contract(Groups):
     """The tests.
@@ -246,14 +257,47 @@ class Contract(Groups):
         assert (status.num_restarts, place.log(handle).count("once")) == (0, 1), place.everything(handle)
         assert json.loads(status.structured_error_msg)["message"]["errorCode"] == 78
 
+    @pytest.mark.scenario("retry policies of commands")
+    @pytest.mark.parametrize(
+        ("policy", "starts"),
+        [(RetryPolicy.APPLICATION, [2, 2, 2]), (RetryPolicy.ROLE, [2, 2, 1]), (RetryPolicy.REPLICA, [1, 2, 1])],
+    )
+    def test_commands_restart_as_their_policy_says(self, place: Place, policy: RetryPolicy, starts: list[int]) -> None:
+        more: dict[str, Any] = {"max_retries": 1, "retry_policy": policy}
+        words = ("${replica_id}", "1")  # replica 1 of this role fails once
+        roles = [_command(place, _FAILS_ONCE, *words, replicas=2, **more)]
+        roles.append(_command(place, _FAILS_ONCE, "0", "1", name="other", **more))
+        handle = place.run(*roles)
+
+        def started() -> list[int]:
+            of_roles = [("trainer", 0), ("trainer", 1), ("other", 0)]
+            return [[line.strip() for line in place.lines(handle, k, role)].count("start") for role, k in of_roles]
+
+        place.until(lambda: started() == [1, 1, 1], "all commands", handle)
+        place.tell("again")
+        place.tell("fail")
+        place.until(lambda: started() == starts, lambda: f"the restarts: {started()}", handle)
+        place.tell("go")
+        status = place.wait(handle, AppState.SUCCEEDED)
+        assert (status.num_restarts, started()) == (1, starts), place.everything(handle)
+
+    @pytest.mark.scenario("root cause in status")
+    def test_a_failing_command_is_the_root_cause(self, place: Place) -> None:
+        fails = "echo out; echo oops >&2; test ${replica_id} = 0 || exit 3; exec sleep 1000"
+        handle = place.run(place.role("sh", "-c", fails, replicas=2, metadata=_WRAPPED))
+        status = place.wait(handle, AppState.FAILED)
+        error = json.loads(status.structured_error_msg)["message"]
+        assert error["message"].startswith("the command of replica 1 ("), error
+        assert error["message"].endswith(" exited with code 3; last output: oops") and error["errorCode"] == 3
+        assert set(place.states(handle).values()) == {AppState.FAILED}
+        assert f"[monarch] FAILED: {error['message']}" in place.log(handle)
+        lines = [line.strip() for line in place.lines(handle, 1) if not line.startswith("[monarch]")]
+        assert sorted(lines) == ["oops", "out"]
+
     @pytest.mark.scenario("elastic role")
     def test_an_elastic_role_does_without_a_replica(self, place: Place) -> None:
         ends = "int(sys.argv[1]) and sys.exit(3)\nwhile not told('go'):\n    time.sleep(0.1)"
-        code = f"import os, sys, time\n{place.hears}\n{ends}"
-        role = place.role(
-            "sh", "-c", 'exec "$0" "$@"', "python", "-c", code, "${replica_id}", replicas=2, min_replicas=1
-        )
-        handle = place.run(role)
+        handle = place.run(_command(place, ends, "${replica_id}", replicas=2, min_replicas=1))
         place.until(lambda: place.states(handle)["trainer/1"] is AppState.FAILED, "the failure", handle)
         place.tell("go")
         place.wait(handle, AppState.SUCCEEDED)
@@ -597,13 +641,17 @@ class Contract(Groups):
 
     @pytest.mark.scenario("environment arrives whole")
     @pytest.mark.scenario("list once each")
-    def test_a_command_has_its_arguments_and_environment(self, place: Place) -> None:
+    @pytest.mark.parametrize("wrap", [True, False])
+    def test_a_command_has_its_arguments_and_environment(self, place: Place, wrap: bool) -> None:
         value = "a,b='c' \"d\" $e `f` \\ g\n  h=i; j"
         shows = 'printf "%s|" "$$VALUE" "$$MINE" "$$1" "$$2" ${replica_id} "$$PYTHONUNBUFFERED"; echo'
         env = {"VALUE": value.replace("$", "$$"), "MINE": "mine is '${replica_id}'"}
-        role = place.role("sh", "-c", shows, "x", "it's", "r ${replica_id}/'", replicas=2, env=env)
+        more: dict[str, Any] = {"env": env, "metadata": {"monarch": {"wrap": wrap}}}
+        role = place.role("sh", "-c", shows, "x", "it's", "r ${replica_id}/'", replicas=2, **more)
         handle = place.run(role, place.role("true", name="other"))
         place.wait(handle, AppState.SUCCEEDED)
+        spec = place.backend.snapshot(handle.rpartition("/")[2]).roles[0].spec  # type: ignore[union-attr]
+        assert (spec.runs_hosts, spec.unwrapped) == (wrap, "" if wrap else "its metadata has 'wrap': False")
         assert [entry for entry in place.listed() if entry[0] == handle] == [(handle, AppState.SUCCEEDED)]
         for k in (0, 1):
             lines = "".join(place.lines(handle, k)).splitlines()
@@ -719,6 +767,12 @@ def _attach(place: Place, handle: str, words: Sequence[str], address: str) -> in
     done = subprocess.run(command, cwd=place.folder, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}{place.everything(handle)}"
     return int(done.stdout.splitlines()[-1])
+
+
+def _command(place: Place, code: str, *args: str, **more: Any) -> Role:
+    """Return a role of Python code that is a command with a host, and not that of a rank."""
+    code = f"import os, sys, time\n{place.hears}\n{code}"
+    return place.role("sh", "-c", 'exec "$0" "$@"', "python", "-c", code, *args, metadata=_WRAPPED, **more)
 
 
 def _program(place: Place, text: str) -> str:

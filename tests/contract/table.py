@@ -34,6 +34,7 @@ SCENARIOS = (
     "delete leaves nothing",
     "root cause in status",
     "retries",
+    "retry policies of commands",
     "elastic role",
     "groups restart alone",
     "ends by itself",

@@ -33,16 +33,17 @@ handle = lambda app_id: f"monarch_local://torchx/{app_id}"
 """
 
 
-def sh(command: str, name: str = "r", replicas: int = 1, **more: Any) -> Role:
-    """A role that runs a shell command."""
+def sh(command: str, name: str = "r", replicas: int = 1, *, wrap: bool = False, **more: Any) -> Role:
+    """A role that runs a shell command; by default as it is, because a host would do what the supervisor is to do."""
+    more["metadata"] = {"monarch": {"wrap": wrap, **more.get("metadata", {}).get("monarch", {})}}
     return Role(name, image="", entrypoint="sh", args=["-c", command], num_replicas=replicas, **more)
 
 
 def py(code: str, *args: str, name: str = "r", replicas: int = 1, **more: Any) -> Role:
-    """A role that runs Python code in a plain process, before which no host process is put."""
-    words = ["-c", 'exec "$0" "$@"', sys.executable, "-c", code, *args]
-    role = Role(name, image="", entrypoint="sh", args=words, num_replicas=replicas, **more)
-    return role
+    """A role that runs Python code as it is."""
+    more["metadata"] = {"monarch": {"wrap": False, **more.get("metadata", {}).get("monarch", {})}}
+    words = ["-c", code, *args]
+    return Role(name, image="", entrypoint=sys.executable, args=words, num_replicas=replicas, **more)
 
 
 class Detached:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from torchx.specs import AppState, Role, macros
+from torchx.specs import AppState, RetryPolicy, Role, macros
 
 from tests.local.detached import NAME, Detached, py, sh
 from tests.waits import until
@@ -111,14 +111,20 @@ def test_a_program_that_cannot_be_started(apps: Detached, tmp_path: Path, entryp
     (tmp_path / "plain").write_text("echo hello")
     (tmp_path / "headless").write_text("echo hello")
     (tmp_path / "headless").chmod(0o755)
-    app_id = apps.run(Role("r", image=str(tmp_path), entrypoint=entrypoint, num_replicas=2, max_retries=3))
-    status = apps.wait(app_id)
+    alone = {"max_retries": 3, "retry_policy": RetryPolicy.REPLICA, "metadata": {"monarch": {"wrap": False}}}
+    role = Role("r", image=str(tmp_path), entrypoint=entrypoint, num_replicas=2, **alone)
+    status = apps.wait(app_id := apps.run(role))
     assert status.state is AppState.FAILED
     assert "replica r/0 could not be started: " in status.msg and says in status.msg
     assert status.num_restarts == 0, "another try cannot help"
     assert apps.states(app_id) == {"r/0": AppState.FAILED, "r/1": AppState.CANCELLED}
     assert apps.log(app_id)[-1].startswith("[monarch] replica r/0 could not be started")
     assert apps.record(app_id)["roles"][0]["replicas"][0]["exit_code"] == 127
+    role.metadata, role.retry_policy = {}, RetryPolicy.APPLICATION
+    status = apps.wait(apps.run(role))
+    assert status.state is AppState.FAILED and status.num_restarts == 0
+    assert "not started again: the program cannot even begin: all 2 replicas: could not be started: [" in status.msg
+    assert says in status.msg
 
 
 def test_a_working_folder_that_may_not_be_entered(apps: Detached, tmp_path: Path) -> None:

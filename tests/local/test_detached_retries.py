@@ -6,11 +6,11 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
-import pytest
 from torchx.specs import AppDef, AppState, RetryPolicy
 
-from tests.local.detached import Detached, lives, pid_in, py, sh
+from tests.local.detached import Detached, lives, pid_in, sh
 from tests.waits import until
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.backend import LocalOpts
@@ -26,10 +26,10 @@ def starts(folder: Path, name: str) -> list[str]:
     return path.read_text().split() if path.exists() else []
 
 
-@pytest.mark.parametrize("policy", list(RetryPolicy))
-def test_a_program_that_fails_is_started_again_alone(apps: Detached, tmp_path: Path, policy: RetryPolicy) -> None:
+def test_a_program_that_fails_is_started_again_alone(apps: Detached, tmp_path: Path) -> None:
     main = f"echo $MONARCH_RESTART >> {tmp_path}/main$0; test $0$MONARCH_RESTART = 10 && exit 1;"
-    role = sh(main + UNTIL.format(folder=tmp_path, name="go"), replicas=2, max_retries=1, retry_policy=policy)
+    main += UNTIL.format(folder=tmp_path, name="go")
+    role = sh(main, replicas=2, max_retries=1, retry_policy=RetryPolicy.REPLICA)
     role.args.append("${replica_id}")
     app_id = apps.run(role, sh(f"echo $MONARCH_RESTART >> {tmp_path}/other", name="other"))
     until(lambda: starts(tmp_path, "main1") == ["0", "1"], "the restart")
@@ -81,9 +81,9 @@ def test_an_error_file_counts_whatever_its_time(apps: Detached, tmp_path: Path) 
     assert error_file.is_fifo()
 
 
-def run_as_hosts(apps: Detached, command: str) -> str:
-    """Submit two replicas of a shell command that the supervisor takes for hosts; return the app's id."""
-    app = AppDef("app", [sh(command, replicas=2, max_retries=1, retry_policy=RetryPolicy.REPLICA)])
+def run_as_hosts(apps: Detached, command: str, **more: Any) -> str:
+    """Submit two replicas of a shell command that the supervisor takes for hosts of ranks; return the app's id."""
+    app = AppDef("app", [sh(command, replicas=2, **{"max_retries": 1, "retry_policy": RetryPolicy.REPLICA, **more})])
     submitted = SubmittedApp(app, [RoleSpec.from_role(app.roles[0], workload=WorkloadKind.RANKS)])
     backend = apps.scheduler.inner
     app_id = backend.submit(backend.render(app, submitted, LocalOpts(grace=5)), submitted, "")
@@ -116,10 +116,9 @@ def test_a_host_that_replaces_another_ends_when_its_role_has_succeeded_meanwhile
 
 
 def test_a_host_that_comes_too_late_does_not_keep_the_app(apps: Detached) -> None:
-    host = "os.execv(sys.executable, [sys.executable, '-m', 'torchx_monarch.host', '--app', 'a', '--role', 'r',"
-    words = "'--replica', '1', '--replicas', '2', '--preload', '', '--', 'torchrun', '--nnodes', '1:2', os.devnull])"
-    code = f"import os, sys\nif sys.argv[1] == '1':\n    {host} {words}"
-    app_id = apps.run(py(code, "${replica_id}", replicas=2, min_replicas=1))
+    host = f"{sys.executable} -m torchx_monarch.host --app a --role r --replica 1 --replicas 2 --preload ''"
+    command = f"test ${{replica_id}} = 0 || exec {host} -- torchrun --nnodes 1:2 /dev/null"
+    app_id = run_as_hosts(apps, command, max_retries=0, min_replicas=1)
     assert apps.wait(app_id).state is S
     assert apps.states(app_id) == {"r/0": S, "r/1": C}
 

@@ -117,8 +117,7 @@ def test_a_job_is_cancelled_waited_for_and_deleted_by_its_name(tmp_path: Path) -
 
 def test_a_command_without_ranks(tmp_path: Path) -> None:
     handle = torchx("run", "-s", "monarch_local", "utils.sh", "sleep", "600", cwd=tmp_path).strip()
-    until(lambda: objects("status", handle)["phase"] is not None, "its start")
-    assert objects("status", handle)["phase"] == "running"
+    until(lambda: objects("status", handle)["phase"] == "running", "its start")
     assert f"  replicas     sh/0 RUNNING on {os.uname().nodename}\n" in monarch("status", handle, "--roles", "sh")
     assert "has no role 'hs'; its roles are sh" in monarch("status", handle, "--roles", "hs", code=exit_codes.USAGE)
     torchx("cancel", handle)

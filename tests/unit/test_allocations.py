@@ -93,8 +93,8 @@ def test_a_script_knows_where_the_hosts_of_other_roles_meet() -> None:
     first, second, _ = found.app.roles
     assert first.args[first.args.index("--peers") + 1] == "b=tls:@B:2"
     assert "--peers" not in second.args
-    assert [spec.workload for spec in found.roles] == [WorkloadKind.RANKS, WorkloadKind.SESSION, WorkloadKind.NONE]
-    assert [spec.rendezvous for spec in found.roles] == [*meet.values(), ""]
+    assert [spec.workload for spec in found.roles] == [WorkloadKind.RANKS, WorkloadKind.SESSION, WorkloadKind.COMMAND]
+    assert [spec.rendezvous for spec in found.roles] == [*meet.values(), "tls:@C:3"]
     ranks = AppDef("ranks", [Role("a", image="", entrypoint="torchrun", args=["t.py"], num_replicas=1)])
     assert "--peers" not in rewrite(ranks, WrapOptions(rendezvous=meet)).app.roles[0].args
 

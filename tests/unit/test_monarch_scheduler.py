@@ -72,7 +72,7 @@ def test_a_role_that_names_torchrun_and_has_no_hosts_is_warned_of(
 ) -> None:
     app.roles[1].entrypoint, app.roles[1].args = "echo", ["--msg", "torchrun"]
     info = runner.dryrun(app, "monarch_local")
-    assert "['echo', '--msg', 'torchrun']" in str(info)
+    assert "'--', 'echo', '--msg', 'torchrun']" in " ".join(str(info).split())
     (line,) = (record.message for record in caplog.records if record.levelname == "WARNING")
     assert line.startswith("role reader names torchrun, but not as its command, and runs as it is")
 
@@ -82,9 +82,15 @@ def test_wraps_schedulers_that_build_workspaces(runner: Runner, app: AppDef) -> 
     assert isinstance(scheduler, WorkspaceMixin)
     assert not isinstance(runner._scheduler("monarch_local"), WorkspaceMixin)
     assert {"grace", "partition", "job_dir"} <= {name for name, _ in scheduler.run_opts()}
+    app.roles.append(Role("viewer", image="", entrypoint="sh", metadata={"monarch": {"wrap": False}}))
     text = str(runner.dryrun(app, "monarch_slurm", cfg={"partition": "main"}))
     assert "--partition=main" in text
-    assert text.count("torchx_monarch.host") == 1
+    assert text.count("torchx_monarch.host") == 2
+    assert text.splitlines()[:3] == [
+        "# role trainer: each replica starts a host process, which starts the ranks",
+        "# role reader: each replica starts a host process, which starts the command",
+        "# role viewer: each replica starts the command, without a host process: its metadata has 'wrap': False",
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in schedulers.NAMES if name not in _IN_IMAGES])

@@ -132,9 +132,9 @@ def test_an_entrypoint_with_dollars_stays_what_it_is_among_the_arguments() -> No
 
 
 def marked(text: str) -> str:
-    """Replace host processes in a command by ``@``, or by ``@path`` where PATH decides what torchrun is."""
-    host = r"python -m torchx_monarch.host .*?(--interpreter path )?-- "
-    return re.sub(host, lambda found: "@path " if found[1] else "@ ", text)
+    """Replace host processes in a command by ``@``, ``@path`` where PATH decides what torchrun is, or ``@command``."""
+    host = r"python -m torchx_monarch.host .*?(?:--(?:interpreter|workload) (path |command ))?-- "
+    return re.sub(host, lambda found: f"@{found[1] or ' '}", text)
 
 
 COMMANDS = """\
@@ -168,31 +168,35 @@ conda run --no-capture-output -n x @path torchrun a.py
 uv run --with torchrun @path python t.py
 poetry run @path torchrun a.py
 pixi run @path torchrun a.py
-which torchrun
-grep -n torchrun x.log
-echo --msg torchrun
-axolotl train cfg.yml --launcher torchrun -- --nproc_per_node=2
-command -v torchrun
-perf report torchrun
-conda install torchrun
-uv run -m torch.distributed.run a.py
-sudo torchrun a.py
-launch torchrun a.py
-env -u torchrun
-timeout torchrun
-env
-bash
-bash train.sh
-sleep 1
-python -V""".splitlines()
+@command which torchrun
+@command grep -n torchrun x.log
+@command echo --msg torchrun
+@command axolotl train cfg.yml --launcher torchrun -- --nproc_per_node=2
+@command command -v torchrun
+@command perf report torchrun
+@command conda install torchrun
+@command uv run -m torch.distributed.run a.py
+@command sudo torchrun a.py
+@command launch torchrun a.py
+@command env -u torchrun
+@command timeout torchrun
+@command env
+@command bash
+@command bash train.sh
+@command sleep 1
+@command python -V""".splitlines()
 
 
 @pytest.mark.parametrize("text", COMMANDS)
 def test_only_a_command_position_counts(text: str) -> None:
-    command = re.sub(r"(?<=exec -a x )env |@(path)? ", "", text)
+    command = re.sub(r"(?<=exec -a x )env |@(path|command)? ", "", text)
     role = rewritten(app(*shlex.split(command)))
     assert marked(shlex.join([role.entrypoint, *role.args])) == text
-    assert marked(rewritten(app("sh", "-c", command)).args[1]) == text
+    role = rewritten(app("sh", "-c", command))
+    if text.startswith("@command "):
+        assert marked(shlex.join([role.entrypoint, *role.args])) == f"@command sh -c {shlex.quote(command)}"
+    else:
+        assert marked(role.args[1]) == text
 
 
 @pytest.mark.parametrize(
@@ -226,6 +230,8 @@ def test_only_a_command_position_counts(text: str) -> None:
 def test_a_command_in_a_shell_string(shell: tuple[str, ...], text: str) -> None:
     role = rewritten(app(*shell, text.replace("@path ", "").replace("@ ", ""), "name", "arg"))
     words = [role.entrypoint, *role.args]
+    if "@" not in text:
+        del words[: words.index("--") + 1]
     assert marked(words.pop(len(shell))) == text
     assert words == [*shell, "name", "arg"]
 
@@ -384,6 +390,95 @@ def test_the_host_gets_the_values_of_macros_that_a_shell_expands(stubs: Path) ->
     assert json.loads(ran.stdout)[1:7] == ["--app", "7", "--role", "trainer", "--replica", "1"]
 
 
+IMAGES = WrapOptions(in_images=True)
+FIRST = WrapOptions(one_host_role=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "reason"),
+    [
+        ({}, OPTIONS, ""),
+        ({"wrap": True}, OPTIONS, ""),
+        ({"wrap": False}, OPTIONS, "its metadata has 'wrap': False"),
+        ({"sidecar": True}, OPTIONS, "it is a sidecar that runs no ranks"),
+        ({"sidecar": True, "wrap": True}, OPTIONS, ""),
+        ({}, IMAGES, "its image may lack torchx-monarch; one that has it says so by metadata={'monarch': {'wrap': Tr"),
+        ({"wrap": True}, IMAGES, ""),
+        ({}, FIRST, "this scheduler has hosts in the first role alone"),
+    ],
+)
+def test_which_commands_have_a_host_process(settings: dict[str, bool], options: WrapOptions, reason: str) -> None:
+    given = AppDef("app", [*app("torchrun", "a.py").roles, *app("echo", "hello").roles])
+    given.roles[1].name, given.roles[1].metadata = "other", {"monarch": settings}
+    first, other = rewrite(given, options).roles
+    assert first.runs_ranks and other.runs_hosts == (not reason)
+    assert other.unwrapped.startswith(reason) and bool(other.unwrapped) == bool(reason)
+    start = "each replica starts the command, without a host" if reason else "each replica starts a host process, which"
+    assert other.describe_start().startswith(f"role other: {start}")
+
+
+def test_ranks_start_by_themselves_where_the_role_says_so() -> None:
+    given = app("torchrun", "a.py")
+    given.roles[0].metadata = {"monarch": {"wrap": False}}
+    assert rewritten(given).args == ["a.py"]
+    given.roles[0].metadata["monarch"]["wrap"] = "no"
+    with pytest.raises(RoleMetadataError, match="has 'wrap': 'no'; use True or False"):
+        rewrite(given, OPTIONS)
+    given = AppDef("app", [*app("torchrun", "a.py").roles, *app("echo", "hello").roles])
+    given.roles[1].name, given.roles[1].metadata = "other", {"monarch": {"wrap": True}}
+    with pytest.raises(CommandError, match="role 'other' needs hosts, and this scheduler has them in the first role"):
+        rewrite(given, FIRST)
+
+
+@pytest.mark.parametrize(
+    ("policy", "more", "words"),
+    [
+        (RetryPolicy.APPLICATION, {}, "--starts together"),
+        (RetryPolicy.ROLE, {}, "--starts together"),
+        (RetryPolicy.REPLICA, {}, "--replacements 1"),
+        (RetryPolicy.ROLE, {"max_retries": 0}, ""),
+        (RetryPolicy.ROLE, {"num_replicas": 1}, ""),
+        (RetryPolicy.REPLICA, {"num_replicas": 1}, ""),
+        (RetryPolicy.ROLE, {"min_replicas": 1}, "--min-replicas 1 --replacements 1"),
+        (RetryPolicy.ROLE, {"min_replicas": 2}, "--starts together"),
+    ],
+)
+def test_hosts_of_commands_know_their_retry_policy(policy: RetryPolicy, more: dict[str, Any], words: str) -> None:
+    given = app("echo", "hello", replicas=2)
+    for name, value in {"retry_policy": policy, "max_retries": 1, **more}.items():
+        setattr(given.roles[0], name, value)
+    args = rewrite(given, OPTIONS).app.roles[0].args
+    assert " ".join(args[args.index("--workload") + 2 :]) == f"{words} -- echo hello".strip()
+
+
+@pytest.mark.parametrize(
+    ("policy", "replicas", "retries", "others", "works"),
+    [
+        (RetryPolicy.APPLICATION, 2, 0, 1, ""),
+        (RetryPolicy.APPLICATION, 1, 1, 0, ""),
+        (RetryPolicy.REPLICA, 2, 1, 1, ""),
+        (RetryPolicy.ROLE, 1, 1, 1, ""),
+        (RetryPolicy.APPLICATION, 2, 1, 0, "REPLICA"),
+        (RetryPolicy.ROLE, 2, 1, 0, "REPLICA"),
+        (RetryPolicy.APPLICATION, 1, 1, 1, "ROLE"),
+    ],
+)
+def test_policies_that_replicas_without_hosts_cannot_keep_are_refused(
+    policy: RetryPolicy, replicas: int, retries: int, others: int, works: str
+) -> None:
+    given = app("echo", "hello", replicas=replicas)
+    given.roles[0].retry_policy, given.roles[0].max_retries = policy, retries
+    given.roles += [Role("other", "image", entrypoint="torchrun", args=["a.py"], max_retries=1) for _ in range(others)]
+    if not works:
+        assert [spec.runs_hosts for spec in rewrite(given, IMAGES).roles] == [False, True][: 1 + others]
+        return
+    message = rf"role 'trainer' cannot restart by RetryPolicy.{policy.name}: each .* Use RetryPolicy.{works}$"
+    with pytest.raises(CommandError, match=message):
+        rewrite(given, IMAGES)
+    given.roles[0].metadata = {"monarch": {"sidecar": True}}
+    rewrite(given, IMAGES)
+
+
 def test_only_backends_that_replace_replicas_promise_replacements() -> None:
     def words(policy: RetryPolicy, replicas: int, retries: int = 3) -> list[str]:
         given = app("torchrun", f"--nnodes={replicas}", "a.py", replicas=replicas)
@@ -401,10 +496,11 @@ def test_only_backends_that_replace_replicas_promise_replacements() -> None:
     ("change", "peers"),
     [
         ({}, 1),
+        ({"args": ["a.py"], "entrypoint": "bash"}, 1),
         ({"max_retries": 0}, 0),  # of one of them
         ({"retry_policy": RetryPolicy.ROLE}, 0),
         ({"args": ["-m", "torchx_monarch.hosts"], "entrypoint": "python"}, 0),
-        ({"args": ["-c", "sleep 1"], "entrypoint": "sh"}, 0),
+        ({"metadata": {"monarch": {"wrap": False}}, "retry_policy": RetryPolicy.REPLICA}, 0),
     ],
 )
 @pytest.mark.parametrize("address", ["unix:@MONARCH_RUN_DIR/0.sock", "tls:@MAIN:1"])

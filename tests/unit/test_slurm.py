@@ -55,6 +55,7 @@ def app(replicas: int = 2, **more: Any) -> AppDef:
         "trainer", image="", entrypoint="torchrun", args=args, num_replicas=replicas, resource=resource, **more
     )
     reader = Role("reader", image="", entrypoint="sh", args=["-c", "echo ${replica_id} $$x ${app_id}"], num_replicas=3)
+    reader.metadata = {"monarch": {"wrap": False}}
     return AppDef("my app", [trainer, reader])
 
 

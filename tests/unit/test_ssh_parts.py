@@ -160,7 +160,7 @@ def test_requests_that_machines_cannot_run(runner: Runner) -> None:
 def test_only_hosts_get_the_credentials(runner: Runner) -> None:
     roles = [
         *app("torchrun", "--nnodes", "2", "train.py", replicas=2).roles,
-        Role("other", "", entrypoint="true", num_replicas=1),
+        Role("other", "", entrypoint="true", num_replicas=1, metadata={"monarch": {"wrap": False}}),
     ]
     request = rendered(runner, AppDef("app", roles), hosts=["a", "b"])
     environments = [
@@ -267,7 +267,7 @@ def test_the_home_folder_is_no_workspace(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert current_workspace() is None
     (tmp_path / "code").mkdir()
     request = rendered(runner, app("true", "${img_root}", workspace=Workspace({f"{tmp_path}/code": ""})), hosts=["a"])
-    assert request.workspaces == [{f"{tmp_path}/code": ""}] and request.roles[0].replicas[0].args == ["true", "."]
+    assert request.workspaces == [{f"{tmp_path}/code": ""}] and request.roles[0].replicas[0].args[-2:] == ["true", "."]
     monkeypatch.chdir("code")
     assert current_workspace() == f"{tmp_path}/code"
 

@@ -298,7 +298,7 @@ def test_a_mark_is_kept_and_read() -> None:
         ("sidecar", "its metadata 'monarch' is 'sidecar'; it is a dictionary, such as {'sidecar': True}"),
         ({"side_car": True}, "its metadata 'monarch' has the unknown setting 'side_car'. Did you mean sidecar?"),
         ({"spare": 1}, "has the unknown setting 'spare'. Did you mean spares?"),
-        ({3: 1}, "has the unknown setting 3. Use sidecar, spares, "),
+        ({3: 1}, "has the unknown setting 3. Use sidecar, wrap, spares, "),
     ],
 )
 def test_settings_of_a_role_that_do_not_exist_are_refused(ours: Any, said: str) -> None:

@@ -107,7 +107,8 @@ class JobReader:
 
     def _with_ranks(self, facts: JobFacts, pause: float) -> JobFacts:
         """Return the facts with what the ranks do, and with when one of them has printed something last."""
-        first = next((role.spec.name for role in facts.app.roles if role.spec.runs_hosts), "")
+        with_hosts = [role.spec for role in facts.app.roles if role.spec.runs_hosts]
+        first = max(with_hosts, key=lambda spec: spec.runs_ranks).name if with_hosts else ""
         if not (role := self.role or first) or facts.status.phase == "queued":
             return facts
         self._hosts = self._hosts or Hosts(self.handle, role, self.address)

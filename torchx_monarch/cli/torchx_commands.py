@@ -30,6 +30,7 @@ from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.schedulers import command
 
 if TYPE_CHECKING:
+    from torchx_monarch.backends.core.snapshot import AppSnapshot
     from torchx_monarch.model.state import State
 
 
@@ -46,8 +47,8 @@ def _exit(error: CommandError) -> NoReturn:
     sys.exit(error.exit_code)
 
 
-def _state_of_ours(handle: str, runner: Runner) -> State | None:
-    """Return the state of a job of this package; None for another scheduler's; exit if the job does not exist."""
+def _read_ours(handle: str, runner: Runner) -> tuple[AppSnapshot, State] | None:
+    """Return a job of this package and its state; None for another scheduler's; exit if the job does not exist."""
     from torchx_monarch.schedulers.monarch import MonarchScheduler
 
     try:
@@ -60,7 +61,7 @@ def _state_of_ours(handle: str, runner: Runner) -> State | None:
     found = scheduler.apps.read(app_id, brief=True)
     if found is None:
         _exit(handles.unknown(handle))
-    return found[1].state
+    return found[0], found[1].state
 
 
 class _NamedJob(AppHandleSubCommand):  # type: ignore[misc]
@@ -83,16 +84,23 @@ class CmdStatus(TorchXCmdStatus, _NamedJob):  # type: ignore[misc]
 class CmdDescribe(TorchXCmdDescribe, _NamedJob):  # type: ignore[misc]
     """Implement ``torchx describe``."""
 
+    def run_with_runner(self, args: argparse.Namespace, runner: Runner) -> None:
+        """Show the app as it was written, and what its backend starts for each role."""
+        super().run_with_runner(args, runner)
+        if (found := _read_ours(args.app_handle, runner)) is not None:
+            for role in found[0].roles:
+                print(role.spec.describe_start(), file=sys.stderr)
+
 
 class CmdCancel(TorchXCmdCancel, _NamedJob):  # type: ignore[misc]
     """Implement ``torchx cancel``."""
 
     def run_with_runner(self, args: argparse.Namespace, runner: Runner) -> None:
         """Cancel the job, and say so."""
-        state = _state_of_ours(args.app_handle, runner)
+        found = _read_ours(args.app_handle, runner)
         super().run_with_runner(args, runner)
-        if state is not None:
-            said = f"{args.app_handle} had ended before: {state.name}" if state.is_terminal else ""
+        if found is not None:
+            said = f"{args.app_handle} had ended before: {found[1].name}" if found[1].is_terminal else ""
             print(said or f"cancelled {args.app_handle}", file=sys.stderr)
 
 
@@ -106,21 +114,21 @@ class CmdDelete(TorchXCmdDelete, _NamedJob):  # type: ignore[misc]
 
     def run_with_runner(self, args: argparse.Namespace, runner: Runner) -> None:
         """Delete the job, and say so; refuse one that has not ended."""
-        state = _state_of_ours(args.app_handle, runner)
-        if state is None:
+        found = _read_ours(args.app_handle, runner)
+        if found is None:
             if args.force:
                 print("torchx: error: unrecognized arguments: --force", file=sys.stderr)
                 sys.exit(2)
-        elif not state.is_terminal and not args.force:
+        elif not found[1].is_terminal and not args.force:
             print(
-                f"{args.app_handle} is {state.name}, and delete would end it and remove its logs.\n"
+                f"{args.app_handle} is {found[1].name}, and delete would end it and remove its logs.\n"
                 f"To do so: torchx delete --force {args.app_handle}\n"
                 f"To end it and keep its logs: torchx cancel {args.app_handle}",
                 file=sys.stderr,
             )
             sys.exit(1)
         super().run_with_runner(args, runner)
-        if state is not None:
+        if found is not None:
             print(f"deleted {args.app_handle} and its logs", file=sys.stderr)
 
 

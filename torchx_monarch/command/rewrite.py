@@ -27,10 +27,12 @@ from torchx_monarch.model.role_spec import (
     MIN_GROUPS,
     SIDECAR,
     SPARES,
+    WRAP,
     RoleMetadataError,
     RoleSpec,
     WorkloadKind,
     is_sidecar,
+    read_bool,
     read_number,
 )
 
@@ -44,6 +46,7 @@ class WrapOptions:
         spec: the options that the hosts of all roles share; those of one role are filled in for each role.
         rendezvous: address of replica 0 of each role with hosts, by role name; empty if all share one machine.
         one_host_role: whether only the first role may have hosts (``Capabilities.one_host_role``).
+        in_images: whether roles run in container images, which may lack this package.
         supervised: whether a supervisor runs the command for the end of the job, and not replica 0.
     """
 
@@ -51,15 +54,35 @@ class WrapOptions:
     spec: HostSpec = HostSpec()
     rendezvous: Mapping[str, str] = field(default_factory=dict)
     one_host_role: bool = False
+    in_images: bool = False
     supervised: bool = False
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A copy of an app with the host processes before the rank commands, and the specs of its roles in their order."""
+    """A copy of an app with the host processes before the commands, and the specs of its roles in their order."""
 
     app: AppDef
     roles: tuple[RoleSpec, ...]
+
+
+@dataclass(frozen=True)
+class _Start:
+    """How the replicas of a role start.
+
+    Attributes:
+        found: its rank command; None for any other command.
+        unwrapped: why they have no host process; empty if they have one.
+    """
+
+    role: Role
+    found: RankCommand | None
+    unwrapped: str
+
+    @property
+    def kind(self) -> str:
+        """The kind of the rank command; empty for any other command."""
+        return self.found.command.kind if self.found is not None else ""
 
 
 @dataclass(frozen=True)
@@ -67,63 +90,96 @@ class _Coordination:
     """What the roles of an app need of each other.
 
     Attributes:
-        server: the role with whose replica 0 those of the other roles connect (``controller.roles``); empty for none.
-        address: where it listens.
-        peer_roles: how many these are.
+        joint: the roles that end together. The replicas 0 of all but the first one connect to that of the first
+            (``controller.roles``).
+        address: where that one listens.
         meshes: the meshes of a controller's script with their addresses, as ``--peers`` has them.
     """
 
-    server: str = ""
+    joint: Sequence[str] = ()
     address: str = ""
-    peer_roles: int = 0
     meshes: str = ""
 
     @classmethod
-    def from_app(cls, app: AppDef, commands: Sequence[RankCommand | None], options: WrapOptions) -> _Coordination:
-        """Derive it from the roles of an app and their rank commands."""
-        hosts = [(role, found) for role, found in zip(app.roles, commands, strict=True) if found]
-        # Roles of other commands have no mesh that a script could use.
-        waiting = [role.name for role, found in hosts if found.command.kind == "hosts"]
+    def from_starts(cls, starts: Sequence[_Start], options: WrapOptions) -> _Coordination:
+        """Derive it from how the roles of an app start."""
+        hosts = {start.role.name: start for start in starts if not start.unwrapped}
+        waiting = [name for name, start in hosts.items() if start.kind == "hosts"]
         meshes = ",".join(f"{name}={options.rendezvous[name]}" for name in waiting if name in options.rendezvous)
-        # Roles that wait for clients never end together.
-        if waiting or len(hosts) < 2 or not _end_together([role for role, _ in hosts]):
+        joint = _joint([start.role for start in hosts.values()])
+        if waiting or len(joint) < 2:  # roles that wait for clients never end together
             return cls(meshes=meshes)
-        first = hosts[0][0]
-        local = f"unix:@MONARCH_RUN_DIR/{app.roles.index(first)}.sock"  # in a folder that only the hosts know
-        return cls(first.name, options.rendezvous.get(first.name, local), len(hosts) - 1, meshes)
+        # In a folder that only the hosts know.
+        local = f"unix:@MONARCH_RUN_DIR/{starts.index(hosts[joint[0]])}.sock"
+        return cls(joint, options.rendezvous.get(joint[0], local), meshes)
 
 
-def _end_together(roles: Sequence[Role]) -> bool:
-    """Return whether the failure of one role ends all of them: they start again together, or none of them does."""
+def _joint(roles: Sequence[Role]) -> list[str]:
+    """Return the roles of which the failure of one ends all: no role restarts, or these restart together."""
     if any(read_number(role, MIN_GROUPS) for role in roles):
-        return False
-    is_restarted = {role.max_retries > 0 for role in roles}
-    return is_restarted == {False} or (
-        is_restarted == {True} and all(role.retry_policy is RetryPolicy.APPLICATION for role in roles)
-    )
+        return []
+    is_restarted = any(role.max_retries > 0 for role in roles)
+    return [role.name for role in roles if not is_restarted or _restarts_app(role)]
+
+
+def _restarts_app(role: Role) -> bool:
+    return role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0
 
 
 def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
-    """Put the host process before the rank command of every role that has one; ``app`` itself is not changed.
+    """Put the host process before the command of every role that is to have one; ``app`` itself is not changed.
 
     The roles also get the variables that programs of all backends have.
     """
     rewritten = resolved(app)
-    commands = [find_rank_command(role) for role in rewritten.roles]
-    if options.one_host_role:
-        for role, found in zip(app.roles[1:], commands[1:], strict=True):
-            _check_other_role(role, found, app)
-        commands[1:] = [None for _ in commands[1:]]
-    coordination = _Coordination.from_app(app, commands, options)
+    starts = []
+    for index, role in enumerate(rewritten.roles):
+        found = find_rank_command(role)
+        starts.append(_Start(role, found, _why_unwrapped(role, found, rewritten, options, is_first=index == 0)))
+    if not options.one_host_role:
+        _check_retries(starts)
+    coordination = _Coordination.from_starts(starts, options)
     lighthouse = _publish_lighthouse(rewritten, options)
-    pairs = zip(rewritten.roles, commands, strict=True)
-    specs = [
-        _wrap(role, found, options, coordination, lighthouse, is_first=index == 0)
-        for index, (role, found) in enumerate(pairs)
-    ]
+    specs = [_wrap(start, options, coordination, lighthouse, is_first=index == 0) for index, start in enumerate(starts)]
     if specs:
         specs[0] = replace(specs[0], on_end=options.spec.on_end)
     return Rewritten(rewritten, tuple(specs))
+
+
+def _why_unwrapped(role: Role, found: RankCommand | None, app: AppDef, options: WrapOptions, *, is_first: bool) -> str:
+    """Return why the replicas of a role run their command without a host process; empty if they have one."""
+    wrap = read_bool(role, WRAP)
+    if wrap is False:
+        return f"its metadata has {WRAP!r}: False"
+    if options.one_host_role and not is_first:
+        _check_other_role(role, found, app, wrap)
+        return "this scheduler has hosts in the first role alone"
+    if wrap or found is not None:
+        return ""
+    if is_sidecar(role):
+        return "it is a sidecar that runs no ranks"
+    return (
+        f"its image may lack torchx-monarch; one that has it says so by {_setting(WRAP)}" if options.in_images else ""
+    )
+
+
+def _setting(name: str) -> str:
+    return f"metadata={{{METADATA_KEY!r}: {{{name!r}: True}}}}"
+
+
+def _check_retries(starts: Sequence[_Start]) -> None:
+    """Check the retry policies of roles whose replicas, without a host process, can only restart one by one."""
+    needed = [start for start in starts if not is_sidecar(start.role)]
+    for role, unwrapped in ((start.role, start.unwrapped) for start in needed):
+        if not unwrapped or role.max_retries <= 0 or role.retry_policy is RetryPolicy.REPLICA:
+            continue
+        others = [start.role.name for start in needed if _restarts_app(start.role) and start.role is not role]
+        works = RetryPolicy.REPLICA if role.num_replicas > 1 else RetryPolicy.ROLE
+        if role.num_replicas > 1 or (_restarts_app(role) and others):
+            raise CommandError(
+                f"role {role.name!r} cannot restart by RetryPolicy.{role.retry_policy.name}: each of its replicas "
+                f"restarts alone, because it has no host process ({unwrapped}). Use RetryPolicy.{works.name}"
+            )
 
 
 def resolved(app: AppDef) -> AppDef:
@@ -138,18 +194,19 @@ def resolved(app: AppDef) -> AppDef:
     return copy.deepcopy(replace(app, roles=roles))
 
 
-def _check_other_role(role: Role, found: RankCommand | None, app: AppDef) -> None:
+def _check_other_role(role: Role, found: RankCommand | None, app: AppDef, wrap: bool | None) -> None:
     """Check a role that is not the first, where only that one has hosts: a sidecar runs without them."""
-    if found is None:
+    if found is None and not wrap:
         return
-    needs_none = found.command.kind == "python" or (found.command.kind == "torchrun" and role.num_replicas == 1)
-    if is_sidecar(role) and needs_none:
+    kind = found.command.kind if found is not None else "python"
+    needs_none = kind == "python" or (kind == "torchrun" and role.num_replicas == 1)
+    if is_sidecar(role) and needs_none and not wrap:
         return
     raise CommandError(
         f"role {role.name!r} needs hosts, and this scheduler has them in the first role alone ({app.roles[0].name!r}), "
         "because replicas learn no other role's address. Other monarch_* schedulers, such as monarch_slurm and "
         f"monarch_kubernetes, have them in all roles. Here, submit {role.name!r} as an app of its own or, if it is one "
-        f"process that the others can do without, as a sidecar: metadata={{{METADATA_KEY!r}: {{{SIDECAR!r}: True}}}}"
+        f"process that the others can do without, as a sidecar: {_setting(SIDECAR)}"
     )
 
 
@@ -169,36 +226,43 @@ def _publish_lighthouse(app: AppDef, options: WrapOptions) -> str:
 
 
 def _wrap(
-    role: Role,
-    found: RankCommand | None,
-    options: WrapOptions,
-    coordination: _Coordination,
-    lighthouse: str,
-    *,
-    is_first: bool,
+    start: _Start, options: WrapOptions, coordination: _Coordination, lighthouse: str, *, is_first: bool
 ) -> RoleSpec:
-    """Put the host process before the rank command of a role, in place; return what the backend must know of it."""
+    """Put the host process before the command of a role, in place; return what the backend must know of it."""
+    role, found = start.role, start.found
     # Python writes to a pipe in blocks; who follows a log expects lines.
     role.env.setdefault("PYTHONUNBUFFERED", "1")
-    spares = _count_spares(role, found, options.spec.spares)
+    spares = _count_spares(start, options.spec.spares)
     if (replicas := role.num_replicas + spares) > MAX_REPLICAS:
-        allowed = f"at most {MAX_REPLICAS} are possible"
-        raise CommandError(f"role {role.name!r} has {replicas} replicas, spare hosts included; {allowed}")
-    if found is None:
-        return RoleSpec.from_role(role)
-    rendezvous = options.rendezvous.get(role.name, "")
-    if spares:
+        most = f"at most {MAX_REPLICAS} are possible"
+        raise CommandError(f"role {role.name!r} has {replicas} replicas, spare hosts included; {most}")
+    if start.unwrapped:
+        return RoleSpec.from_role(role, unwrapped=start.unwrapped)
+    rendezvous, retries = options.rendezvous.get(role.name, ""), max(0, role.max_retries)
+    workload = WorkloadKind.SESSION if start.kind == "hosts" else WorkloadKind.RANKS
+    if spares and found is not None:
         role.num_replicas, role.min_replicas = replicas, found.command.fewest(role.num_replicas)
     # A lost replica is replaced while the others are alive.
-    is_replaced = role.retry_policy is RetryPolicy.REPLICA and role.num_replicas > 1
+    restarts_alone = role.retry_policy is RetryPolicy.REPLICA and role.num_replicas > 1
+    fewest, together, is_joint = 0, False, role.name in coordination.joint
+    is_server = is_joint and role.name == coordination.joint[0]
+    if found is None:
+        workload = WorkloadKind.COMMAND
+        fewest = role.min_replicas if role.min_replicas is not None and role.min_replicas < role.num_replicas else 0
+        restarts_alone = restarts_alone or fewest > 0
+        has_peers = role.num_replicas > 1 or is_joint
+        together = retries > 0 and has_peers and not restarts_alone
     host = replace(
         options.spec,
         role=role.name,
         replicas=role.num_replicas,
         spares=spares,
-        replacements=max(0, role.max_retries) if is_replaced else 0,
-        peer_roles=coordination.peer_roles if role.name == coordination.server else 0,
-        interpreter="path" if found.sets_path else "own",
+        replacements=retries if restarts_alone else 0,
+        workload="command" if found is None else "ranks",
+        starts="together" if together else "alone",
+        min_replicas=fewest,
+        peer_roles=len(coordination.joint) - 1 if is_server else 0,
+        interpreter="path" if found is not None and found.sets_path else "own",
         on_end="" if options.supervised or not is_first else options.spec.on_end,
     )
     # TorchX or the backend fills in what these hold: an app's id, or the name of a host in it.
@@ -206,24 +270,23 @@ def _wrap(
         "app": macros.app_id,
         "replica": macros.replica_id,
         "rendezvous": rendezvous,
-        "peers": coordination.meshes if found.command.kind == "actors" else "",
-        "application": coordination.address if role.name != coordination.server else "",
+        "peers": coordination.meshes if start.kind == "actors" else "",
+        "application": coordination.address if is_joint and not is_server else "",
         "lighthouse": lighthouse if read_number(role, MIN_GROUPS) else "",
     }
     words = host.to_argv(escape, {name: text for name, text in placeholders.items() if text})
-    insert_words(role, found, [options.python, "-m", HOST_MODULE, *words, "--"])
-    return RoleSpec.from_role(
-        role,
-        workload=WorkloadKind.SESSION if found.command.kind == "hosts" else WorkloadKind.RANKS,
-        rendezvous=rendezvous,
-        ends_together=coordination.peer_roles > 0,
-        spares=spares,
-    )
+    words = [options.python, "-m", HOST_MODULE, *words, "--"]
+    if found is None:
+        role.entrypoint, role.args = words[0], [*words[1:], escape(role.entrypoint), *role.args]
+    else:
+        insert_words(role, found, words)
+    return RoleSpec.from_role(role, workload=workload, rendezvous=rendezvous, ends_together=is_joint, spares=spares)
 
 
-def _count_spares(role: Role, found: RankCommand | None, spares: int) -> int:
+def _count_spares(start: _Start, spares: int) -> int:
+    role = start.role
     given = read_number(role, SPARES)
-    has_spares = found is not None and found.command.kind != "actors"
+    has_spares = start.found is not None and not start.unwrapped and start.kind != "actors"
     if given and not has_spares:
         raise RoleMetadataError(f"role {role.name!r} has spare hosts, and it runs no ranks that could move to them")
     if given is None:

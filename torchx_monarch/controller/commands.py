@@ -116,6 +116,8 @@ class CommandController:
     def _forget(self, replica: int) -> None:
         """Forget the command of a host that leaves."""
         self._exits.pop(replica, None)
+        self._pids.pop(replica, None)
+        self._has_started = False
         self._failures = [failure for failure in self._failures if failure.replica != replica]
         if replica in self._watched:
             self._watched.pop(replica)[1].cancel()
@@ -143,7 +145,7 @@ class CommandController:
         return answer
 
     def _report_start(self) -> None:
-        """Report, once, that the commands of all replicas have started."""
+        """Report that the commands of all replicas have started, once until one of them starts again."""
         if self._has_started or len(self._pids) < self._spec.replicas:
             return
         self._has_started = True

@@ -43,7 +43,7 @@ _REGISTERED_WITHIN = 5.0
 learn of its failure if it failed immediately."""
 
 _REPORTED_WITHIN = 1.0
-"""Seconds for which a failed other role waits for its connection to the server, over which it reports the failure."""
+"""Seconds for which another role that has ended waits for its connection to the server, over which it says so."""
 
 _READY_TIMEOUT = 10.0
 
@@ -171,9 +171,8 @@ class RoleClient(RoleCoordinator):
 
     async def end(self, result: JobResult, timeout: float) -> None:
         self._ended = True
-        if result.code:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._registered.wait(), _REPORTED_WITHIN)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._registered.wait(), _REPORTED_WITHIN)
         if self._writer is not None:
             await messages.send(self._writer, {"type": "ended", **_explained(result, self._role)})
 

@@ -97,8 +97,9 @@ class CommandRun(Workload):
         """Accept any command."""
 
     async def start(self) -> int:
-        if self._started is not None or self._host.options.starts == "alone":
+        if self._host.options.starts == "alone":
             self._launch()
+            self.has_begun = True
         return 1
 
     def _launch(self) -> None:

@@ -213,7 +213,8 @@ class HostProcess:
             # The job needs nobody else; but no client can ask for its stacks.
             print(f"no client can connect to this host: {error}", file=sys.stderr, flush=True)  # this process's own log
         rendezvous.register(registration)
-        await coordination.begin(options.host_timeout)
+        if not workload.has_begun:
+            await coordination.begin(options.host_timeout)
         result = self._conclude(await controller.run())
         if controller.ends_role:
             await coordination.end(result, _HOST_EXIT_TIMEOUT + (0.0 if result.stopped else host.grace))

@@ -53,9 +53,11 @@ class Workload(abc.ABC):
         command: the torchrun or Python command that determines the number of hosts; None before ``parse``, and where
             no ranks are run.
         listens: whether replica 0 needs its listener even if it is the only host: what it runs comes from clients.
+        has_begun: whether it waits for no other host or role to begin.
     """
 
     listens = False
+    has_begun = False
 
     def __init__(self, host: Host) -> None:
         self.command: Command | None = None

@@ -173,7 +173,7 @@ def why_no_other_start(result: JobResult, retry_on: Collection[int]) -> str:
     A failure of hosts or machines, without a program as its cause, never forbids a restart.
     """
     if result.cause is not None and not result.cause.pid:
-        return "the command cannot be started"
+        return "the program cannot even begin"
     return forbidden_by(result.code, retry_on) if result.code and result.cause is not None else ""
 
 

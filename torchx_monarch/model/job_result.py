@@ -171,15 +171,15 @@ class RankExit:
             return f"hang: {one_line(self.hang)} ({where})"
         who = f"rank {self.rank} ({where})"
         if self.is_command:
-            who = f"the command of replica {self.rank} ({self.hostname}, pid {self.pid})"
+            who = f"the command of replica {self.rank} ({self.hostname}{f', pid {self.pid}' if self.pid else ''})"
         timer = f": its timer {self.timer!r} expired" if self.timer else ""
         memory = f": {self.out_of_memory}" if self.out_of_memory else ""
-        message = f": {self._cause}" if self.message else self._output
+        message = f": {self._cause}" if self.message and self.pid else self._output
         return f"{who} {self._how}{timer}{memory}{message}"
 
     @property
     def _how(self) -> str:
-        return describe_code(self.code) if self.pid else "could not be started"
+        return describe_code(self.code) if self.pid else f"could not be started: {self._cause}"
 
     @property
     def _output(self) -> str:
@@ -226,7 +226,7 @@ def describe_failure(exits: Collection[RankExit], cause: RankExit, world_size: i
         return cause.describe()
     what = _noun(cause)
     who = f"all {world_size} {what}s" if len(alike) == world_size else f"{_in_words(what, alike)} of {world_size}"
-    return f"{who}: {cause._cause if cause.message else cause._how + cause._output}"
+    return f"{who}: {cause._cause if cause.message and cause.pid else cause._how + cause._output}"
 
 
 def failed_alike(exits: Collection[RankExit], cause: RankExit) -> list[int]:
@@ -248,7 +248,7 @@ def describe_others(exits: Collection[RankExit], cause: RankExit) -> list[str]:
         return []
     for rank_exit in sorted(exits, key=lambda rank_exit: rank_exit.rank):
         if rank_exit.failed and not rank_exit.is_collateral and rank_exit.rank != cause.rank:
-            how = rank_exit._how + (f": {rank_exit._cause}" if rank_exit.message else "")
+            how = rank_exit._how + (f": {rank_exit._cause}" if rank_exit.message and rank_exit.pid else "")
             groups.setdefault(how, []).append(rank_exit.rank)
     return [f"{_in_words(_noun(cause), ranks)} {how}" for how, ranks in groups.items()]
 

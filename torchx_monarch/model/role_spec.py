@@ -20,8 +20,9 @@ MAX_REPLICAS = 1 << 16
 METADATA_KEY = "monarch"
 """The key of a role's metadata under which are the settings that a ``Role`` has no field for."""
 
-SIDECAR, SPARES, MIN_GROUPS, LIGHTHOUSE_PORT = "sidecar", "spares", "min_groups", "lighthouse_port"
-_SETTINGS = (SIDECAR, SPARES, MIN_GROUPS, LIGHTHOUSE_PORT)
+SIDECAR, WRAP = "sidecar", "wrap"
+SPARES, MIN_GROUPS, LIGHTHOUSE_PORT = "spares", "min_groups", "lighthouse_port"
+_SETTINGS = (SIDECAR, WRAP, SPARES, MIN_GROUPS, LIGHTHOUSE_PORT)
 
 LOOPBACK = "127.0.0.1"
 """Where a lighthouse listens whose port is in the metadata of its role, unless hosts are on several machines."""
@@ -38,10 +39,15 @@ def mark_sidecar(role: Any) -> None:
 
 def is_sidecar(role: Any) -> bool:
     """Return whether a role is marked as a sidecar, which is ended when all others have succeeded."""
-    marked = _settings(role).get(SIDECAR, False)
-    if not isinstance(marked, bool):
-        raise _wrong(role, f"has {SIDECAR!r}: {marked!r}; use True or False")
-    return marked
+    return read_bool(role, SIDECAR) or False
+
+
+def read_bool(role: Any, name: str) -> bool | None:
+    """Return a setting in a role's metadata that is true or false; None if it is not there."""
+    value = _settings(role).get(name)
+    if value is not None and not isinstance(value, bool):
+        raise _wrong(role, f"has {name!r}: {value!r}; use True or False")
+    return value
 
 
 def read_number(role: Any, name: str) -> int | None:
@@ -83,12 +89,14 @@ class WorkloadKind(str, enum.Enum):
     """What the host processes of a role run.
 
     Attributes:
-        NONE: nothing: the role's command is an ordinary program, and its replicas have no host process.
+        NONE: nothing: the role's command runs as it is, and its replicas have no host process.
+        COMMAND: the role's command, which starts no ranks: one process for each replica.
         RANKS: the ranks of a torchrun or Python command.
         SESSION: runs that clients submit to a live allocation.
     """
 
     NONE = ""
+    COMMAND = "command"
     RANKS = "ranks"
     SESSION = "session"
 
@@ -108,6 +116,7 @@ class RoleSpec:
         min_groups: how many roles with this number must be able to go on; 0 if the app needs the role itself.
         on_end: the command to run when the job has ended, of the first role; empty for none.
         lighthouse_port: the port of torchft's lighthouse, if that is what the role runs; 0 if not.
+        unwrapped: why its replicas have no host process; empty if they have one.
     """
 
     name: str
@@ -123,6 +132,7 @@ class RoleSpec:
     min_groups: int = 0
     lighthouse_port: int = 0
     on_end: str = ""
+    unwrapped: str = ""
 
     @classmethod
     def from_role(cls, role: Any, **attributes: Any) -> RoleSpec:
@@ -145,8 +155,23 @@ class RoleSpec:
 
     @property
     def runs_hosts(self) -> bool:
-        """Whether its replicas run host processes, which end together when one of them fails."""
+        """Whether its replicas run host processes."""
         return self.workload is not WorkloadKind.NONE
+
+    @property
+    def runs_ranks(self) -> bool:
+        """Whether its host processes run ranks: one of them succeeds only when all of the role do."""
+        return self.workload in (WorkloadKind.RANKS, WorkloadKind.SESSION)
+
+    def describe_start(self) -> str:
+        """Describe in one line what the backend starts for each replica."""
+        starts = {
+            WorkloadKind.COMMAND: "a host process, which starts the command",
+            WorkloadKind.RANKS: "a host process, which starts the ranks",
+            WorkloadKind.SESSION: "a host process, which waits for runs",
+        }
+        start = starts.get(self.workload, f"the command, without a host process: {self.unwrapped}")
+        return f"role {self.name}: each replica starts {start}"
 
     @property
     def is_elastic(self) -> bool:

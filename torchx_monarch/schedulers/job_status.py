@@ -263,9 +263,9 @@ def _started(app: AppSnapshot) -> float | None:
 
 
 def _present_role(timeline: Timeline, app: AppSnapshot) -> RoleView | None:
-    """Return the role whose phase is that of the job: of those with hosts, if any, the one whose phase began last."""
-    with_hosts = {role.spec.name for role in app.roles if role.spec.runs_hosts}
-    roles = [role for role in timeline.roles if role.name in with_hosts] or timeline.roles
+    """Return the role whose phase is that of the job: of those with ranks, if any, the one whose phase began last."""
+    with_ranks = {role.spec.name for role in app.roles if role.spec.runs_ranks}
+    roles = [role for role in timeline.roles if role.name in with_ranks] or timeline.roles
     return max(roles, key=lambda role: (role.phase.name != "end", role.phase.start), default=None)
 
 

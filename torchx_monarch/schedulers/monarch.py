@@ -84,9 +84,13 @@ class _DryRun(AppDryRunInfo[Any, Cfg]):  # type: ignore[misc]
 
     def __init__(self, rendered: Any, backend: Backend[Any, Any, Any], submitted: SubmittedApp, images: Any) -> None:
         self._inner: AppDryRunInfo[Any, Any] | None = rendered if isinstance(rendered, AppDryRunInfo) else None
-        super().__init__(rendered.request if self._inner else rendered, lambda _: backend.show(self.rendered))
+        super().__init__(rendered.request if self._inner else rendered, lambda _: self._shown(backend))
         self.submitted = submitted
         self.images = images
+
+    def _shown(self, backend: Backend[Any, Any, Any]) -> str:
+        starts = [f"# {spec.describe_start()}" for spec in self.submitted.roles]
+        return "\n".join([*starts, backend.show(self.rendered)])
 
     @property
     def rendered(self) -> Any:
@@ -194,6 +198,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             spec=spec,
             rendezvous=rendezvous,
             one_host_role=capabilities.one_host_role,
+            in_images=self.inner.runs_images(options),
             supervised=capabilities.supervises,
         )
 

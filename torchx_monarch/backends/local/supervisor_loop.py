@@ -254,7 +254,7 @@ class SupervisorLoop:
 
     def _on_success(self, replica: Replica) -> None:
         self._end_if_decided(replica)
-        if self._outcome is None and (replica.spec.runs_hosts or replica.spec.is_elastic) and not replica.stopping:
+        if self._outcome is None and replica.spec.runs_ranks and not replica.stopping:
             self.at(time.monotonic() + SETTLE, lambda: self._stop_late_hosts(replica))
 
     def _on_failure(self, replica: Replica) -> None:
@@ -295,9 +295,8 @@ class SupervisorLoop:
             self._start([replica])
 
     def _is_over(self, role_index: int) -> bool:
-        """Whether a role of hosts has succeeded: one that starts now would find nobody to join."""
-        hosts = [replica for replica in self._roles[role_index] if replica.spec.runs_hosts]
-        return any(host.succeeded for host in hosts)
+        """Whether a role of ranks has succeeded: a host that starts now would find nobody to join."""
+        return any(replica.succeeded and replica.spec.runs_ranks for replica in self._roles[role_index])
 
     def _stop_late_hosts(self, first: Replica) -> None:
         """Stop hosts that were started too late to learn that the job of their role is over: ``first`` has succeeded.
