@@ -6,15 +6,13 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.waits import WITHIN
+from tests.local.test_detached_disk import mount, unmount
 from torchx_monarch.code_sync import code_store as store_module
 from torchx_monarch.code_sync.code_store import CodeStore, StoreError
 from torchx_monarch.code_sync.manifest import ChangedError, Entry, PackError, Tree, TreeError, pack
@@ -52,45 +50,50 @@ def store(tmp_path: Path) -> CodeStore:
     return CodeStore(str(tmp_path / "store"))
 
 
-def held(path: str) -> Tree:
-    """What lies in a folder, bytecode and all."""
-    return tree_of(Path(path))
+def checkout(store: CodeStore, tree: Tree, workspace: str = "") -> Path:
+    folder, unused = store.checkout(tree.hash, workspace)
+    shutil.rmtree(unused)
+    return Path(folder)
 
 
-def test_what_a_run_has_put_in_the_place_of_code_is_not_followed(tmp_path: Path, store: CodeStore) -> None:
+def test_a_run_has_new_code_and_finds_the_results_of_those_before(tmp_path: Path, store: CodeStore) -> None:
     outside = write(tmp_path / "outside", {"m.py": "precious"})
-    root = write(tmp_path / "ws", {"pkg/m.py": "1", "a \n'\udce9": "1", "b.py": "1", "c.py": "1"})
-    path = Path(store.checkout(send(root, store).hash))
-    shutil.rmtree(path / "pkg")
-    (path / "pkg").symlink_to(outside)
-    (path / "a \n'\udce9").unlink()
-    (path / "a \n'\udce9").mkdir()
-    (path / "b.py").write_text("changed")
-    (path / "c.py").unlink()
-    write(root, {"pkg/m.py": "2"})
-    tree = send(root, store)
-    assert held(store.checkout(tree.hash)).entries.items() >= tree.entries.items()
-    assert (outside / "m.py").read_text() == "precious"
-
-
-def test_a_folder_is_brought_from_tree_to_tree_and_keeps_results(tmp_path: Path, store: CodeStore) -> None:
-    root = write(tmp_path / "ws", {"train.py": "1", "old/gone.py": "", "pkg/m.py": "1"})
-    first = send(root, store)
-    path = store.checkout(first.hash)
-    write(Path(path), {"ckpt/step1.pt": "weights", "train.py": "a run wrote here", "pkg/new": "x", "made": "y"})
-    (Path(path) / "old/__pycache__").mkdir()
+    root = write(
+        tmp_path / "ws", {"train.py": "1", "old/gone.py": "", "pkg/m.py": "1", "a \n'\udce9": "1", "b.py": "1"}
+    )
+    (root / "empty").mkdir()
+    folder = checkout(store, send(root, store))
+    assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+    results = {"ckpt/step1.pt": "weights", "out.txt": "y", "empty/out.txt": "z"}
+    code = {
+        "train.py": "changed",
+        "__pycache__/train.pyc": "",
+        "old/out.txt": "",
+        "made": "a name of the next workspace",
+    }
+    write(folder, {**results, **code})
+    shutil.rmtree(folder / "pkg")
+    (folder / "pkg").symlink_to(outside)
+    (folder / "a \n'\udce9").unlink()
+    (folder / "a \n'\udce9").mkdir()
+    (folder / "b.py").unlink()
 
     shutil.rmtree(root / "old")
-    write(root, {"pkg/new/now_a_folder.py": ""})
+    write(root, {"pkg/new/m.py": ""})
     (root / "made").symlink_to("train.py")
-    second = send(root, store)
-    path = store.checkout(second.hash)
-    assert Path(path, "train.py").read_text() == "1"
-    assert Path(path, "ckpt/step1.pt").read_text() == "weights"
-    assert not Path(path, "old").exists()
-    assert Path(path, "pkg/new/now_a_folder.py").exists() and os.readlink(Path(path, "made")) == "train.py"
-    assert Path(path, "pkg/new.before-sync-1").read_text() == "x"
-    assert store.checkout(first.hash) == path and stat.S_IMODE(os.stat(path).st_mode) == 0o700
+    tree = send(root, store)
+    assert checkout(store, tree) == folder
+    write(root, results)
+    assert tree_of(folder) == tree_of(root) and not (folder / "__pycache__").exists()
+    assert (outside / "m.py").read_text() == "precious"
+
+    shutil.rmtree(folder)
+    assert tree_of(checkout(store, tree)) == tree
+    shutil.rmtree(folder)
+    folder.symlink_to(outside)
+    with pytest.raises(StoreError, match=f"is a symbolic link: {folder}"):
+        checkout(store, tree)
+    assert [path.name for path in outside.iterdir()] == ["m.py"]
 
 
 def test_old_trees_go(tmp_path: Path, store: CodeStore) -> None:
@@ -98,41 +101,47 @@ def test_old_trees_go(tmp_path: Path, store: CodeStore) -> None:
     first = send(root, store)
     for number in range(store_module._TREES):
         write(root, {"a.py": f"new {number}"})
-        store.checkout(send(root, store).hash)
+        checkout(store, send(root, store))
     assert store.find_tree(first.hash) is None
     with pytest.raises(StoreError, match="must be sent again"):
-        store.checkout(first.hash)
+        checkout(store, first)
     kept = [name for name in os.listdir(tmp_path / "store") if len(name) == 64]
     assert len(kept) == store_module._TREES
 
 
-def test_a_run_finds_no_files_of_another_workspaces_runs(tmp_path: Path, store: CodeStore) -> None:
-    own, other = (write(tmp_path / name, {"a.py": "1"}) for name in ("one", "other"))
-    path = store.checkout(send(own, store).hash, "one")
-    write(Path(path), {"checkpoint": "of one"})
-    for text in ("1", "2"):  # the same code, and other code
-        write(other, {"a.py": text})
-        tree = send(other, store)
-        apart = store.checkout(tree.hash, "other")
-        assert held(apart) == tree
-    write(own, {"a.py": "2"})
-    assert Path(store.checkout(send(own, store).hash, "one"), "checkpoint").read_text() == "of one"
+def test_the_least_recently_used_workspaces_go(tmp_path: Path, store: CodeStore) -> None:
+    root = write(tmp_path / "ws", {"a.py": "1"})
+    tree = send(root, store)
+    first = checkout(store, tree, "0")
+    for number in range(1, store_module._WORKSPACES + 3):
+        folder = checkout(store, tree, str(number))
+        assert tree_of(folder) == tree, "a run finds no files of another workspace's runs"
+        write(folder, {"checkpoint": ""})
+        assert checkout(store, tree, "0") == first
+        write(first, {"checkpoint": "of the first"})
+    assert len(list((tmp_path / "store").glob("*/a.py"))) == store_module._WORKSPACES
+    assert tree_of(checkout(store, tree, "1")) == tree, "its results have gone"
+    assert (first / "checkpoint").read_text() == "of the first"
 
 
-def test_python_runs_what_came_within_the_same_second(
-    tmp_path: Path, store: CodeStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bytecode is taken for fresh by the size of its source and its time in seconds."""
-    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    root = write(tmp_path / "ws", {"main.py": "import m", "m.py": "print(1)"})
-    for number in (1, 2, 3):
-        write(root, {"m.py": f"print({number})"})
-        path = store.checkout(send(root, store).hash)
-        done = subprocess.run(
-            [sys.executable, "main.py"], cwd=path, capture_output=True, text=True, check=True, timeout=WITHIN
-        )
-        assert done.stdout == f"{number}\n"
-        assert os.listdir(os.path.join(path, "__pycache__"))
+def test_workspaces_go_when_space_is_short(tmp_path: Path) -> None:
+    mount(tmp_path / "disk", "size=1m")
+    try:
+        store = CodeStore(str(tmp_path / "disk" / "store"))
+        tree = send(write(tmp_path / "ws", {"a.py": "1"}), store)
+        folders = [checkout(store, tree, name) for name in ("one", "two", "three")]
+        for folder in folders:
+            write(folder, {"result": "x" * 200_000})
+        assert checkout(store, tree, "one") == folders[0]
+        large = send(write(tmp_path / "large", {"b.py": os.urandom(150_000).hex()}), store)
+        assert [folder.exists() for folder in folders] == [True, False, True]
+        assert tree_of(checkout(store, large, "three")).entries.keys() == {"b.py", "result"}
+        too_large = tree_of(write(tmp_path / "large", {"c.py": os.urandom(300_000).hex()}))
+        with pytest.raises(StoreError, match=r"no space left: \d+ bytes, and the code needs 1500000"):
+            store.expect(too_large)
+        assert [folder.exists() for folder in folders] == [False, False, True], "a run may use the last one"
+    finally:
+        unmount(tmp_path / "disk")
 
 
 def test_what_is_torn_changes_nothing(tmp_path: Path, store: CodeStore) -> None:
@@ -147,7 +156,7 @@ def test_what_is_torn_changes_nothing(tmp_path: Path, store: CodeStore) -> None:
     store.cancel_transfer()
     assert store.find_tree(tree.hash) is None and not list((tmp_path / "store").glob("*.part"))
     send(root, store)
-    assert held(store.checkout(tree.hash)) == tree
+    assert tree_of(checkout(store, tree)) == tree
 
 
 def test_a_run_that_begins_leaves_the_contents_of_a_transfer(tmp_path: Path, store: CodeStore) -> None:
@@ -159,10 +168,10 @@ def test_a_run_that_begins_leaves_the_contents_of_a_transfer(tmp_path: Path, sto
     *sent, last = pieces(root, tree, store.expect(tree))
     for piece in sent:
         store.take(piece)
-    store.checkout(first.hash)
+    checkout(store, first)
     store.take(last)
     store.complete()
-    assert held(store.checkout(tree.hash)) == tree
+    assert tree_of(checkout(store, tree)) == tree
 
 
 def test_what_is_not_what_it_says_is_refused(tmp_path: Path, store: CodeStore) -> None:
@@ -271,6 +280,6 @@ def test_code_that_a_run_has_changed_in_the_store_is_refused(
     tree = send(root, store)
     change(stored)
     with pytest.raises(StoreError, match=f"cannot make the code on this host: .*: {stored}"):
-        store.checkout(tree.hash)
+        checkout(store, tree)
     with pytest.raises(StoreError, match=f"a program has changed the code on this host: {stored}"):
         list(store.pieces(tree, [digest]))

@@ -10,15 +10,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import tempfile
 import threading
 from collections.abc import Container, Iterator
 
 from torchx_monarch.code_sync.manifest import ChangedError, PackError, Tree, Unpacker, pack
-from torchx_monarch.code_sync.work_folder import WorkFolder
+from torchx_monarch.code_sync.work_folder import WorkFolder, write_tree
+from torchx_monarch.system import run_dirs
 
 _TREES = 32
 """Number of trees to keep. A client that returns to an earlier state of its code sends nothing, and queued runs find
 their code."""
+
+_WORKSPACES = 10
+"""Number of workspaces of which the folder is kept, with the results of their runs."""
 
 
 class StoreError(Exception):
@@ -47,13 +52,16 @@ class ContentStore:
         """
         self.cancel_transfer()
         missing = {digest: size for digest, size in tree.contents.items() if digest not in stored}
-        needed = 2 * sum(missing.values())  # the contents, and their copies in a working folder
+        self.make_room(sum(missing.values()) + tree.size)  # the contents, and a copy of all files for a run
+        self._unpacker = Unpacker(missing, incoming, self.keep)
+        return list(missing)
+
+    def make_room(self, needed: int) -> None:
+        """Raise an ``OSError`` if there is no space for so many bytes."""
         status = os.statvfs(self.folder)
         if needed > (free := status.f_bavail * status.f_frsize):
             reason = f"no space left: {free} bytes, and the code needs {needed}"
             raise OSError(errno.ENOSPC, reason, self.folder)
-        self._unpacker = Unpacker(missing, incoming, self.keep)
-        return list(missing)
 
     def keep(self, digest: str, path: str) -> None:
         """Store a content that is complete."""
@@ -83,7 +91,7 @@ class CodeStore(ContentStore):
         self._lock = threading.RLock()
         self._trees: dict[str, Tree] = {}  # by hash, the most recently used last
         self._contents: set[str] = set()
-        self._folders: dict[str, WorkFolder] = {}  # by workspace
+        self._folders: dict[str, WorkFolder] = {}  # by workspace, the most recently used last
         self._incoming: Tree | None = None
 
     # -- receive a tree ------------------------------------------------------------------------------------------------
@@ -158,20 +166,47 @@ class CodeStore(ContentStore):
 
     # -- working folders of runs ---------------------------------------------------------------------------------------
 
-    def checkout(self, tree_hash: str, workspace: str = "") -> str:
-        """Check out a tree for a run into the folder of its workspace, and return the folder's path.
+    def checkout(self, tree_hash: str, workspace: str = "") -> tuple[str, str]:
+        """Check out a tree for a run into the folder of its workspace. No other run may use the folder.
 
-        No other run may use the folder. A run finds no files of other workspaces' runs in it.
+        A run finds no files of other workspaces' runs in it.
+
+        Returns:
+            The path of the folder, and that of a folder with what nobody needs any more, which the caller removes.
         """
         with self._lock, self._as_store_error("make"):
             tree = self.tree(tree_hash)
-            if workspace not in self._folders:
-                self._folders[workspace] = WorkFolder(os.path.join(self.folder, f"workspace-{len(self._folders)}"))
-            folder = self._folders[workspace]
-            folder.checkout(tree, self.path)
-            del self._trees[tree_hash]
-            self._trees[tree_hash] = tree
-            return folder.path
+            self._trees[tree_hash] = self._trees.pop(tree_hash)
+            if workspace in self._folders:
+                self._folders[workspace] = self._folders.pop(workspace)
+            self.make_room(tree.size)
+            aside = tempfile.mkdtemp(prefix="aside-", dir=self.folder)
+            try:
+                new, old = os.path.join(aside, "new"), os.path.join(aside, "old")
+                write_tree(tree, new, self.path)
+                os.mkdir(old)
+                if workspace not in self._folders:
+                    self._folders[workspace] = WorkFolder(tempfile.mkdtemp(prefix="workspace-", dir=self.folder))
+                folder = self._folders[workspace]
+                folder.replace_code(tree, new, old)
+                for unused in list(self._folders)[:-_WORKSPACES]:
+                    path = self._folders.pop(unused).path
+                    with contextlib.suppress(FileNotFoundError):  # a run has removed it
+                        os.rename(path, os.path.join(aside, os.path.basename(path)))
+            except BaseException:
+                run_dirs.remove_tree(aside)
+                raise
+            return folder.path, aside
+
+    def make_room(self, needed: int) -> None:
+        """Remove the folders of the least recently used workspaces, but for the last one, until there is space."""
+        while True:
+            try:
+                return super().make_room(needed)
+            except OSError:
+                if len(self._folders) < 2:
+                    raise
+            run_dirs.remove_tree(self._folders.pop(next(iter(self._folders))).path)
 
     @contextlib.contextmanager
     def _as_store_error(self, what: str) -> Iterator[None]:

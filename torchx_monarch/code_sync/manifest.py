@@ -97,6 +97,25 @@ class Tree:
         """Sizes in bytes of the distinct file contents, by digest, in ascending order of the digests."""
         return dict(sorted((entry.content, entry.size) for entry in self.entries.values() if entry.is_file))
 
+    @functools.cached_property
+    def parents(self) -> set[str]:
+        """The folders with other entries of the tree."""
+        found = {""}
+        for path in self.entries:
+            while (path := path.rpartition("/")[0]) not in found:
+                found.add(path)
+        return found - {""}
+
+    @property
+    def names_with_files(self) -> set[str]:
+        """The names at the top of the workspace, without those of empty folders."""
+        return {path.partition("/")[0] for path, entry in self.entries.items() if "/" in path or entry.kind != FOLDER}
+
+    @property
+    def size(self) -> int:
+        """The size of all files in bytes."""
+        return sum(entry.size for entry in self.entries.values())
+
     def files(self, root: str, digests: Iterable[str]) -> Iterator[tuple[str, int, str]]:
         """Yield digest, size in bytes and path of a file in the workspace ``root`` for each of some contents."""
         paths = {entry.content: path for path, entry in self.entries.items() if entry.is_file}
@@ -125,19 +144,14 @@ class Tree:
         if len(self.entries) > MAX_ENTRIES:
             raise TreeError(f"a tree has at most {MAX_ENTRIES} entries")
         sizes: dict[str, int] = {}
-        folders = {""}
         for path, entry in self.entries.items():
             if _NO_PATH.search(path):
                 raise TreeError(f"{path!r} is no path below a workspace")
             if not entry.is_valid:
                 raise TreeError(f"{path!r} is no file, link or folder of a tree: {entry}")
-            above = path.rpartition("/")[0]
-            while above not in folders:
-                folders.add(above)
-                above = above.rpartition("/")[0]
             if entry.is_file and sizes.setdefault(entry.content, entry.size) != entry.size:
                 raise TreeError(f"{path!r} has another size than a file of the same content")
-        if wrong := folders & self.entries.keys():
+        if wrong := self.parents & self.entries.keys():
             raise TreeError(f"something lies below {min(wrong)!r}, which is no folder with something in it")
 
 

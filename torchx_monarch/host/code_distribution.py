@@ -35,7 +35,7 @@ from torchx_monarch.controller.host_messages import FetchCode, ProbeFile
 from torchx_monarch.controller.rendezvous import Peer
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.model.world import LaunchError
-from torchx_monarch.system import safe_files
+from torchx_monarch.system import run_dirs, safe_files
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.connections import ConnectError
 
@@ -73,7 +73,9 @@ class HostCode:
 
     async def checkout(self, tree_hash: str, workspace: str) -> str:
         """Check out a tree for the next run, which is of the given workspace; return the folder that it works in."""
-        folder: str = await _in_thread(self._store.checkout, tree_hash, workspace)
+        folder: str
+        folder, unused = await _in_thread(self._store.checkout, tree_hash, workspace)
+        asyncio.get_running_loop().run_in_executor(None, run_dirs.remove_tree, unused)
         return folder
 
     def has(self, tree_hash: str) -> bool:

@@ -29,7 +29,7 @@ from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.ssh.in_job.wire import MAX_LINES, PYTHON_FILE, READY, FoundReplica, Place
 from torchx_monarch.code_sync.code_store import ContentStore
 from torchx_monarch.code_sync.manifest import Tree
-from torchx_monarch.code_sync.work_folder import WorkFolder
+from torchx_monarch.code_sync.work_folder import write_tree
 from torchx_monarch.insight import events
 from torchx_monarch.model import codec
 from torchx_monarch.model.state import State
@@ -118,7 +118,7 @@ class Code(ContentStore):
 
     def check_out(self, tree_hash: str, folder: str) -> None:
         """Make a folder with a workspace that was received."""
-        WorkFolder(folder).checkout(self._trees[tree_hash], self.path)
+        write_tree(self._trees[tree_hash], folder, self.path)
 
     def _has(self, digest: str) -> bool:
         """Return whether a content is here as it was sent: a machine that lost its power may have lost some of it."""
