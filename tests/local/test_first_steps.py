@@ -53,7 +53,7 @@ def answer(work: Path, *words: str, apps: int = 0) -> str:
     ("words", "said"),
     [
         ("run -s monarch_local monarch.spmd --nprocs 4 train.py", "no option --nprocs. Did you mean --nproc?"),
-        ("cancel monarch_local://torchx/train-x1", "there is no app 'train-x1' of monarch_local"),
+        ("cancel monarch_local://torchx/train-x1", "there is no app 'monarch_local://torchx/train-x1'"),
     ],
 )
 def test_a_mistake(work: Path, words: str, said: str) -> None:
@@ -87,9 +87,3 @@ def test_no_cluster(work: Path, backend: str, words: str) -> None:
     where = ["-s", backend] if command in ("run", "list") else []
     said = answer(work, command, *where, *rest)
     assert any(name in said for name in ("Docker", "Kubernetes", "Slurm", "AWS")), said
-
-
-@pytest.mark.parametrize("text", [b"scheduler = monarch_local\n", b"[cli:run]\n# caf\xe9\n"])
-def test_a_configuration_that_cannot_be_read(work: Path, text: bytes) -> None:
-    (work / ".torchxconfig").write_bytes(text)
-    assert "TorchX cannot read a .torchxconfig" in answer(work, "run", "-s", "monarch_local", "monarch.spmd", "a.py")
