@@ -134,7 +134,7 @@ def test_an_app_of_which_a_job_can_never_run_has_failed_and_leaves_the_queue_by_
 
 def test_a_job_that_the_batch_system_ends_says_so(pbs_app: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     for k in range(2):
-        record = AppRecord("x", "app", 1.0, state=State.CANCELLED, msg="got SIGTERM", started=1.0, hostname="n1")
+        record = AppRecord("x", "app", 1.0, state=State.CANCELLED, msg="got SIGTERM", started=1.0)
         record.roles = [RoleRecord("r", [ReplicaRecord(k, State.CANCELLED, exit_code=-15, started=1.0, ended=2.0 - k)])]
         os.makedirs(pbs_app.replica("r", k).root)
         state_files.write_json(pbs_app.replica("r", k).status, asdict(record))
@@ -143,7 +143,7 @@ def test_a_job_that_the_batch_system_ends_says_so(pbs_app: JobFolder, monkeypatc
     assert found is not None
     status = reduce(found)
     reason = "the batch system has ended its job, as at a time limit"
-    assert (status.state, status.message) == (State.FAILED, f"replica r/1 on n1: {reason}")
+    assert (status.state, status.message) == (State.FAILED, f"replica r/1: {reason}")
     pbs_app.write_stop(Outcome(State.CANCELLED, "cancelled"), None)
     cancelled = PbsBackend().snapshot(pbs_app.app_id)
     assert cancelled is not None and {replica.state for replica in cancelled.replicas} == {State.CANCELLED}

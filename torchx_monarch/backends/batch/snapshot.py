@@ -79,7 +79,7 @@ def read_replica(
     found = replace(found, ended=latest.ended or record.ended or 0.0)
     if record.state is State.SUCCEEDED:
         return replace(found, state=State.SUCCEEDED, exit_code=0)
-    where = f"replica {spec.name}/{k} on {record.hostname}: "
+    where = f"replica {found.name}{f' on {record.hostname}' if record.hostname else ''}: "
     if record.terminal:
         found = replace(found, error=latest.error or "", exit_code=latest.exit_code)
         if is_preempted:
