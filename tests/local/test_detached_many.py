@@ -19,7 +19,7 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.local import folder
 from torchx_monarch.backends.local.folder import prune
-from torchx_monarch.backends.local.status import AppRecord, RoleRecord
+from torchx_monarch.backends.local.record import RoleRecord, SupervisorRecord
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.replica import ReplicaRecord
 
@@ -27,7 +27,7 @@ from torchx_monarch.supervisor.replica import ReplicaRecord
 def old_app(name: str, ended: float, state: State = State.SUCCEEDED) -> None:
     paths = state_files.app_paths(name)
     os.makedirs(paths.root)
-    record = AppRecord(name, "old", created=ended - 10, state=state, ended=ended)
+    record = SupervisorRecord(name, "old", created=ended - 10, state=state, ended=ended)
     record.roles = [RoleRecord("r", [ReplicaRecord(k, state=state, exit_code=0) for k in range(4)])]
     state_files.write_json(paths.status, asdict(record))
 

@@ -25,7 +25,7 @@ from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local.status import AppRecord, RoleRecord
+from torchx_monarch.backends.local.record import RoleRecord, SupervisorRecord
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.replica import ReplicaRecord
@@ -134,7 +134,7 @@ def test_an_app_of_which_a_job_can_never_run_has_failed_and_leaves_the_queue_by_
 
 def test_a_job_that_the_batch_system_ends_says_so(pbs_app: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     for k in range(2):
-        record = AppRecord("x", "app", 1.0, state=State.CANCELLED, msg="got SIGTERM", started=1.0)
+        record = SupervisorRecord("x", "app", 1.0, state=State.CANCELLED, msg="got SIGTERM", started=1.0)
         record.roles = [RoleRecord("r", [ReplicaRecord(k, State.CANCELLED, exit_code=-15, started=1.0, ended=2.0 - k)])]
         os.makedirs(pbs_app.replica("r", k).root)
         state_files.write_json(pbs_app.replica("r", k).status, asdict(record))

@@ -16,7 +16,7 @@ import pytest
 from tests.waits import WITHIN, until
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import folder
-from torchx_monarch.backends.local.request import LocalRequest
+from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.system import processes
 
 
@@ -32,7 +32,7 @@ def paths(tmp_path: Path, job: str) -> state_files.AppPaths:
     root = tmp_path / "a-removed1"
     root.mkdir(mode=0o700)
     found = state_files.AppPaths(str(root))
-    state_files.write_json(found.request, asdict(LocalRequest("a-removed1", "a", [], job=job)))
+    state_files.write_json(found.request, asdict(SupervisorRequest("a-removed1", "a", [], job=job)))
     return found
 
 

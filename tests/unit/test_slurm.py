@@ -30,7 +30,7 @@ from torchx_monarch.backends.core.errors import BackendError, StateDirError, Use
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local.status import AppRecord, RoleRecord
+from torchx_monarch.backends.local.record import RoleRecord, SupervisorRecord
 from torchx_monarch.backends.slurm.backend import SlurmBackend, parse_jobs
 from torchx_monarch.backends.slurm.batch_step import BatchRecord, BatchStep, load_record
 from torchx_monarch.backends.slurm.request import SlurmRequest
@@ -256,7 +256,7 @@ def copy_of(folder: JobFolder, number: str) -> str:
 
 def write(folder: JobFolder, state: State, code: int | None = None, message: str = "") -> None:
     """Write the record of the replica."""
-    record = AppRecord("7", "app", 1.0, state=state, msg=message, started=1.0, hostname="n1")
+    record = SupervisorRecord("7", "app", 1.0, state=state, msg=message, started=1.0, hostname="n1")
     record.roles = [RoleRecord("r", [ReplicaRecord(0, state, exit_code=code, started=1.0)])]
     paths = folder.replica("r", 0)
     os.makedirs(paths.root, exist_ok=True)

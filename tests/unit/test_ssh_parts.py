@@ -28,7 +28,7 @@ from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import folder
-from torchx_monarch.backends.local.status import AppRecord, RoleRecord
+from torchx_monarch.backends.local.record import RoleRecord, SupervisorRecord
 from torchx_monarch.backends.ssh import native, workspace
 from torchx_monarch.backends.ssh.backend import SshBackend
 from torchx_monarch.backends.ssh.in_job import entry
@@ -294,7 +294,7 @@ def found(replica: int, state: State, submitted: SubmittedApp, **more: Any) -> F
     """Return what a machine answers."""
     place = Place("app-1@a", 0, replica, 100.0, Layout([["a", "b"]], "python3"), submitted.pack())
     replica_record = ReplicaRecord(id=replica, state=state, started=101.0, ended=102.0 if state.is_terminal else None)
-    record = AppRecord(
+    record = SupervisorRecord(
         folder_name("app-1@a", 0, replica), "app", 100.0, state, roles=[RoleRecord("trainer", [replica_record])]
     )
     record.ended, record.hostname = replica_record.ended, "ab"[replica]
@@ -367,7 +367,9 @@ def test_a_damaged_file_of_a_replica_is_named_and_costs_no_other_app(
         place = Place(app_id, 0, 0, 100.0, Layout([["a"]]), submitted.pack())
         state_files.write_json(f"{paths.root}/place.json", asdict(place))
         role = RoleRecord("trainer", [ReplicaRecord(0, State.RUNNING)])
-        state_files.write_json(paths.status, asdict(AppRecord("", "app", time.time(), State.RUNNING, roles=[role])))
+        state_files.write_json(
+            paths.status, asdict(SupervisorRecord("", "app", time.time(), State.RUNNING, roles=[role]))
+        )
     Path(paths.root, damaged).write_text("{")
     says = f": {paths.root}/{damaged} is damaged: "
     assert [app.app_id for app in runner.list("monarch_ssh")] == ["sound-1@a"]

@@ -19,7 +19,8 @@ from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.core import state_files, stored_apps
 from torchx_monarch.backends.core.errors import RemoveError, StateAccessError, StateDirError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local import status, submit
+from torchx_monarch.backends.local import submit
+from torchx_monarch.backends.local.record import SupervisorRecord
 from torchx_monarch.backends.local.render import render
 from torchx_monarch.backends.slurm.backend import SlurmBackend
 from torchx_monarch.insight import events
@@ -41,7 +42,7 @@ def app(name: str, state: State = State.SUCCEEDED, ended: float | None = None) -
     request, lock = submit._make_folder(request, submitted.to_json(), lambda root: None, time.time())
     os.close(lock)
     paths = state_files.app_paths(request.app_id)
-    record = status.load(paths)
+    record = SupervisorRecord.load(paths)
     assert record is not None
     record.state, record.ended = state, ended or time.time()
     state_files.write_json(paths.status, asdict(record))
@@ -91,7 +92,7 @@ def test_a_planted_app_is_refused_by_name(tmp_path: Path, whose: str, caplog: py
 def test_a_link_in_an_app_is_not_followed(tmp_path: Path, linked: str) -> None:
     # No supervisor runs: the one who lists notes the end, with an event.
     dead = app("dead", State.RUNNING)
-    record = status.load(dead)
+    record = SupervisorRecord.load(dead)
     assert record is not None
     record.created = 0.0
     state_files.write_json(dead.status, asdict(record))
@@ -157,7 +158,7 @@ def test_an_unreadable_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_names_and_messages_do_not_reach_the_terminal_as_codes() -> None:
     paths = app("x")
-    record = status.load(paths)
+    record = SupervisorRecord.load(paths)
     assert record is not None
     record.state, record.name, record.msg = State.FAILED, "\x1b]0;owned\x07", "one\ntwo \x1b[31mred\r"
     record.roles[0].replicas[0].error = record.error = '{"message": "a\\u001b[2J", "errorCode": 1}'

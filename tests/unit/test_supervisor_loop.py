@@ -15,8 +15,8 @@ import pytest
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.state import HOST_EXTRA
-from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
-from torchx_monarch.backends.local.status import AppRecord, new_roles
+from torchx_monarch.backends.local.record import SupervisorRecord
+from torchx_monarch.backends.local.request import RoleRequest, SupervisorRequest
 from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec, WorkloadKind
@@ -61,9 +61,11 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
         for spec in specs:
             for replica in range(spec.replicas):
                 os.makedirs(paths.replica_logs(spec.name, replica))
-        request = LocalRequest("x", "x", roles, run_dir=paths.run, job="x:1")
+        request = SupervisorRequest("x", "x", roles, run_dir=paths.run, job="x:1")
         Path(paths.request).touch()
-        loop = Loop(paths, request, AppRecord("x", "x", time.time(), State.RUNNING, roles=new_roles(request)))
+        record = SupervisorRecord.new(request, time.time(), "here")
+        record.state = State.RUNNING
+        loop = Loop(paths, request, record)
         loop.started = []
         loop._start(loop._replicas)
         return loop

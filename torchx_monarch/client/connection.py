@@ -81,10 +81,10 @@ def _parsed(text: str, source: str) -> Address:
 
 
 def _on_this_machine(handle: str, app_id: str, role: str, runner: Runner | None) -> Address:
-    from torchx_monarch.backends.local import request  # needed for apps of this machine alone
+    from torchx_monarch.backends.local.request import SupervisorRequest  # needed for apps of this machine alone
 
     try:
-        app = request.load(state_files.app_paths(app_id)) if state_files.is_app_id(app_id) else None
+        app = SupervisorRequest.load(state_files.app_paths(app_id)) if state_files.is_app_id(app_id) else None
     except state_files.DamagedFileError as error:
         raise UnreachableError(f"it is not known where the hosts of {app_id} listen: {error}") from None
     if app is None:

@@ -29,7 +29,7 @@ from torchx_monarch.backends.batch.folder import BatchRequest, BatchRole, JobFol
 from torchx_monarch.backends.batch.options import SubmitOpts
 from torchx_monarch.backends.batch.queue_report import QueueReport
 from torchx_monarch.backends.batch.snapshot import BatchSnapshot, QueuedJob, first_start, has_ended, read_role
-from torchx_monarch.backends.core import state_files, submitted_app
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import (
     BackendError,
@@ -350,7 +350,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
 
     def has_recorded_end(self, folder: JobFolder) -> bool:
         """Return whether the files of an app say that it has ended, so that the queue need not be read."""
-        stored = submitted_app.load(folder.app, folder.trusted)
+        stored = SubmittedApp.load(folder.app, folder.trusted)
         specs = stored.roles if stored else ()
         ending = folder.load_ending()
         return all(has_ended(folder, spec.name, k, ending) for spec in specs for k in range(spec.replicas))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local.status import AppRecord
+from torchx_monarch.backends.local.record import SupervisorRecord
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.role_spec import RoleSpec
 
@@ -78,7 +78,7 @@ class JobFolder(state_files.AppPaths):
         """Return the folder of one replica."""
         return ReplicaFolder(self.replica_logs(role, replica))
 
-    def records(self, spec: RoleSpec) -> list[AppRecord | None]:
+    def records(self, spec: RoleSpec) -> list[SupervisorRecord | None]:
         """Return the records of the replicas of a role, by replica (``ReplicaFolder.load_record``)."""
         return [self.replica(spec.name, k).load_record() for k in range(spec.replicas)]
 
@@ -113,6 +113,6 @@ class ReplicaFolder(state_files.AppPaths):
     def replica_logs(self, role: str, replica: int) -> str:
         return self.root
 
-    def load_record(self) -> AppRecord | None:
+    def load_record(self) -> SupervisorRecord | None:
         """Read the record of the replica; return None if its task has written none, or is just replacing it (NFS)."""
-        return state_files.load_undamaged(AppRecord, self.status, self.trusted)
+        return state_files.load_undamaged(SupervisorRecord, self.status, self.trusted)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
-from torchx_monarch.backends.local.status import AppRecord
+from torchx_monarch.backends.local.record import SupervisorRecord
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 
@@ -47,7 +47,7 @@ class BatchSnapshot(AppSnapshot):
 
 def read_role(
     spec: RoleSpec,
-    records: Sequence[AppRecord | None],
+    records: Sequence[SupervisorRecord | None],
     jobs: Sequence[QueuedJob | None],
     ending: Outcome | None,
 ) -> RoleSnapshot:
@@ -56,13 +56,13 @@ def read_role(
     return RoleSnapshot(spec, [read_replica(spec, k, record, job, ending) for k, (record, job) in enumerate(both)])
 
 
-def first_start(records: Iterable[AppRecord | None]) -> float:
+def first_start(records: Iterable[SupervisorRecord | None]) -> float:
     """Return when the first replica of an app was first started, in seconds since the epoch; 0 if none was."""
     return min((record.started for record in records if record is not None and record.started), default=0.0)
 
 
 def read_replica(
-    spec: RoleSpec, k: int, record: AppRecord | None, job: QueuedJob | None, ending: Outcome | None
+    spec: RoleSpec, k: int, record: SupervisorRecord | None, job: QueuedJob | None, ending: Outcome | None
 ) -> ReplicaSnapshot:
     """Return a replica by its record and its job, which is None if the batch system does not know it any more."""
     queued = None if job is None or job.state.is_terminal else job
@@ -115,7 +115,7 @@ def _waiting(found: ReplicaSnapshot, job: QueuedJob, ending: Outcome | None, rea
     return replace(found, state=State.PENDING, waiting=job.reason or reason, is_stopping=is_stopping)
 
 
-def _was_preempted(record: AppRecord, ending: Outcome | None) -> bool:
+def _was_preempted(record: SupervisorRecord, ending: Outcome | None) -> bool:
     """Return whether the batch system, and no request, has stopped a replica."""
     return record.state is State.CANCELLED and ending is None
 

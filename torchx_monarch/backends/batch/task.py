@@ -22,9 +22,8 @@ from torchx_monarch.backends.batch.snapshot import QueuedJob, first_start, read_
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import SETTLE, count_restarts, pending_stop, reduce
-from torchx_monarch.backends.local import status
-from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
-from torchx_monarch.backends.local.status import AppRecord
+from torchx_monarch.backends.local.record import SupervisorRecord
+from torchx_monarch.backends.local.request import RoleRequest, SupervisorRequest
 from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
 from torchx_monarch.insight.job_end import JobEnd
@@ -57,7 +56,7 @@ class _TaskLoop(SupervisorLoop):
         assert isinstance(self._paths, ReplicaFolder)
         job = self._paths.job
         happened = events.read(job.events, below=job.trusted)[0]
-        app = replace(_read_app(job, load_request(BatchRequest, job), self._record.app_id), events=happened)
+        app = replace(_read_app(job, read_request_or_exit(BatchRequest, job), self._record.app_id), events=happened)
         found = reduce(app)
         if found.outcome is None:
             return None
@@ -126,7 +125,7 @@ def main(folder: str, role: str, number: str) -> int:
     variable, _, first = number.rpartition("-")
     replica = int(os.environ[variable]) - int(first) if variable else int(number)
     job, node = JobFolder(folder), os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-    stored = load_request(BatchRequest, job)
+    stored = read_request_or_exit(BatchRequest, job)
     spec = stored.roles[int(role)].spec
     paths = job.replica(spec.name, replica)
     os.makedirs(paths.root, mode=0o700, exist_ok=True)
@@ -135,7 +134,7 @@ def main(folder: str, role: str, number: str) -> int:
     request = _request(stored, int(role), replica, app_id, run_dirs.new_run_dir())
     record = _new_record(paths, request, node)
     with contextlib.suppress(OSError):  # a full disk
-        safe_files.make_reserve(paths.reserve, status.reserve_bytes(record))
+        safe_files.make_reserve(paths.reserve, record.reserve_bytes)
     state_files.write_json(paths.status, asdict(record))
     hosts = _await_replica0_hosts(job, stored)
     if int(role) == replica == 0 and job.load_stop() is None:
@@ -156,7 +155,7 @@ def main(folder: str, role: str, number: str) -> int:
     return 1 if code is None else shell_code(code)
 
 
-def load_request(kind: type[R], job: JobFolder) -> R:
+def read_request_or_exit(kind: type[R], job: JobFolder) -> R:
     """Return the request of an app; end the process if this node cannot read it."""
     try:
         stored = state_files.load(kind, job.request, job.trusted)
@@ -167,14 +166,14 @@ def load_request(kind: type[R], job: JobFolder) -> R:
     return stored
 
 
-def _request(stored: BatchRequest, index: int, replica: int, app_id: str, run_dir: str) -> LocalRequest:
+def _request(stored: BatchRequest, index: int, replica: int, app_id: str, run_dir: str) -> SupervisorRequest:
     role = stored.roles[index]
     values = {"img_root": role.image, "app_id": app_id, "replica_id": str(replica), "rank0_env": RANK0_HOST}
     command, env = substitute(role.command, role.env, values)
     spec = replace(role.spec.alone(), on_end=stored.roles[0].spec.on_end)
     only = RoleRequest(spec, [ReplicaRequest(command, env, role.cwd)], first=replica)
     job = f"{app_id}:{os.path.basename(stored.folder)}"
-    return LocalRequest(app_id, stored.name, [only], stored.grace, run_dir, job, networked=True)
+    return SupervisorRequest(app_id, stored.name, [only], stored.grace, run_dir, job, networked=True)
 
 
 def substitute(
@@ -189,14 +188,12 @@ def substitute(
     return [command[0], *map(fill, command[1:])], {name: fill(value) for name, value in env.items()}
 
 
-def _new_record(paths: ReplicaFolder, request: LocalRequest, node: str) -> AppRecord:
+def _new_record(paths: ReplicaFolder, request: SupervisorRequest, node: str) -> SupervisorRecord:
     """Return the record of a start, which counts earlier ones: the batch system may start a job again."""
     before, counted = paths.load_record(), int(os.environ.pop("MONARCH_RESTART", "0"))
     restarts = before.restarts + 1 if before else counted
-    record = AppRecord(request.app_id, request.name, time.time(), restarts=restarts, hostname=node)
+    record = SupervisorRecord.new(request, time.time(), node, restarts)
     record.started = before.started if before else None
-    record.roles = status.new_roles(request)
-    record.roles[0].replicas[0].restarts = restarts
     return record
 
 

@@ -63,6 +63,12 @@ class SubmittedApp:
             raise state_files.DamagedFileError(f"{source} is damaged: {error!r}") from None
         return cls(app, specs, cfg)
 
+    @classmethod
+    def load(cls, path: str, below: str | None = None) -> SubmittedApp | None:
+        """Read app.json; return None if it does not exist; arguments and errors as for ``state_files.load``."""
+        stored = state_files.load(dict[str, Any], path, below)
+        return None if stored is None else cls.from_json(stored, one_line(path))
+
     def pack(self) -> str:
         """Encode the app without its run options as one word of text, for labels, comments and annotations.
 
@@ -80,12 +86,6 @@ class SubmittedApp:
         except (zlib.error, ValueError) as error:  # binascii.Error is a ValueError
             raise state_files.DamagedFileError(f"{source} is damaged: {error}") from None
         return cls.from_json(data, source)
-
-
-def load(path: str, below: str | None = None) -> SubmittedApp | None:
-    """Read app.json; return None if it does not exist; arguments and errors as for ``state_files.load``."""
-    stored = state_files.load(dict[str, Any], path, below)
-    return None if stored is None else SubmittedApp.from_json(stored, one_line(path))
 
 
 def _role_to_json(role: Role) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torchx.specs import AppDef
 
-from torchx_monarch.backends.core import state_files, submitted_app
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import BackendError, RemoveError, StateAccessError, UserError
 from torchx_monarch.backends.core.options import MonarchOpts, QueueOpts, check_queue
@@ -20,8 +20,8 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnap
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.local import folder, gpus, machine_queue, render, submit
-from torchx_monarch.backends.local.request import LocalRequest
-from torchx_monarch.backends.local.status import AppRecord
+from torchx_monarch.backends.local.record import SupervisorRecord
+from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
@@ -35,7 +35,7 @@ class LocalOpts(QueueOpts, MonarchOpts):
     """Run options of monarch_local."""
 
 
-class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
+class LocalBackend(Backend[LocalOpts, SupervisorRequest, AppSnapshot]):
     """Runs each replica as a process on this machine.
 
     The replicas run in the current folder, or in ``role.image`` if that is a folder. Requested CPUs and memory are not
@@ -51,7 +51,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
     def check_options(self, options: LocalOpts) -> None:
         check_queue(options)
 
-    def render(self, app: AppDef, submitted: SubmittedApp, options: LocalOpts) -> LocalRequest:
+    def render(self, app: AppDef, submitted: SubmittedApp, options: LocalOpts) -> SupervisorRequest:
         counts = [role.resource.gpu for role in app.roles for _ in range(role.num_replicas) if role.resource.gpu > 0]
         if counts and not options.gpus:
             machine, has = f"this machine ({os.uname().nodename})", len(gpus.devices(os.environ))
@@ -68,10 +68,10 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             raise UserError(f"Run option `gpus` is {options.gpus}, which {replicas} replicas cannot share equally")
         return replace(request, gpus=options.gpus, slots=options.slots)
 
-    def show(self, request: LocalRequest) -> str:
+    def show(self, request: SupervisorRequest) -> str:
         return pprint.pformat(asdict(request), indent=2, width=80, sort_dicts=False)
 
-    def submit(self, request: LocalRequest, submitted: SubmittedApp, credentials: str) -> str:
+    def submit(self, request: SupervisorRequest, submitted: SubmittedApp, credentials: str) -> str:
         if reason := machine_queue.check(request.gpus, request.slots, os.environ):
             raise UserError(reason)
         return submit.submit(request, submitted.to_json())
@@ -84,7 +84,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         paths = state_files.app_paths(app_id)
         try:
             record = _read_record(paths)
-            submitted = submitted_app.load(paths.app, paths.trusted)
+            submitted = SubmittedApp.load(paths.app, paths.trusted)
         except state_files.DamagedFileError as error:
             if not brief:
                 raise
@@ -105,7 +105,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         def read(app_id: str) -> AppSnapshot | None:
             paths = state_files.app_paths(app_id)
             record = _read_record(paths)
-            return _snapshot(app_id, record, submitted_app.load(paths.app, paths.trusted)) if record else None
+            return _snapshot(app_id, record, SubmittedApp.load(paths.app, paths.trusted)) if record else None
 
         return read_undamaged(app_ids, read)
 
@@ -143,7 +143,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             raise RemoveError(app.app_id, paths.root, error) from None
 
 
-def _read_record(paths: state_files.AppPaths) -> AppRecord | None:
+def _read_record(paths: state_files.AppPaths) -> SupervisorRecord | None:
     """Return the current state of an app; None if it does not exist; raise StateAccessError if it may not be read."""
     try:
         paths.check_owner()
@@ -154,7 +154,7 @@ def _read_record(paths: state_files.AppPaths) -> AppRecord | None:
         raise StateAccessError(error, paths.root) from None
 
 
-def _snapshot(app_id: str, record: AppRecord, submitted: SubmittedApp | None) -> AppSnapshot:
+def _snapshot(app_id: str, record: SupervisorRecord, submitted: SubmittedApp | None) -> AppSnapshot:
     """Convert the record of an app, whose state its supervisor has decided."""
     specs = {spec.name: spec for spec in submitted.roles} if submitted else {}
     return AppSnapshot(

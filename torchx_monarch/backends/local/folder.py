@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import Outcome
-from torchx_monarch.backends.local import status
-from torchx_monarch.backends.local.request import load as load_request
+from torchx_monarch.backends.local.record import SupervisorRecord
+from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.model.state import State
 from torchx_monarch.system import processes, run_dirs, safe_files
 from torchx_monarch.system.processes import ProcessIdentity
@@ -54,7 +54,7 @@ def request_stop(paths: state_files.AppPaths, outcome: Outcome, grace: float | N
 def left(paths: state_files.AppPaths) -> list[int]:
     """Return the processes of an app that run here, by the app's marker in their environments."""
     with contextlib.suppress(state_files.DamagedFileError):
-        request = load_request(paths)
+        request = SupervisorRequest.load(paths)
         if request is not None and request.job:
             return processes.marked(request.job)
     return []
@@ -67,19 +67,19 @@ def remove_ended(paths: state_files.AppPaths) -> None:
         time.sleep(0.02)
     processes.kill_until_gone(lambda: left(paths))
     with contextlib.suppress(state_files.DamagedFileError):
-        if request := load_request(paths):
+        if request := SupervisorRequest.load(paths):
             remove_run_dir(paths, request.run_dir)
     remove_app(paths)
 
 
-def current_state(paths: state_files.AppPaths) -> status.AppRecord | None:
+def current_state(paths: state_files.AppPaths) -> SupervisorRecord | None:
     """Return the current state of an app; None if the app does not exist. Nothing is written and nobody signalled.
 
     An app whose lock nobody holds has ended, whatever its status file says, unless it runs on another machine whose
     locks this one may not see.
     """
     alive = is_supervised(paths)  # before the status: the supervisor writes that last
-    record = status.load(paths)
+    record = SupervisorRecord.load(paths)
     if record is None or record.terminal:
         return record
     owner = load_owner(paths)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torchx.schedulers.ids import make_unique
 from torchx.specs import AppDef, Role, macros
 
-from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
+from torchx_monarch.backends.local.request import RoleRequest, SupervisorRequest
 from torchx_monarch.model.env_names import RANK0_HOST
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.supervisor.replica import ReplicaRequest
@@ -24,11 +24,11 @@ def safe_name(name: str) -> str:
     return safe[:_MAX_NAME].lstrip("-._") or "app"
 
 
-def render(app: AppDef, specs: Sequence[RoleSpec], *, grace: float) -> LocalRequest:
+def render(app: AppDef, specs: Sequence[RoleSpec], *, grace: float) -> SupervisorRequest:
     """Return the request that runs an app."""
     app_id = make_unique(safe_name(app.name))
     roles = [render_role(role, spec, app_id) for role, spec in zip(app.roles, specs, strict=True)]
-    return LocalRequest(app_id=app_id, name=app.name, roles=roles, grace=float(grace))
+    return SupervisorRequest(app_id=app_id, name=app.name, roles=roles, grace=float(grace))
 
 
 def working_folder(role: Role) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the supervisor runs: the content of request.json, which ``torchx run --dryrun`` shows.
+"""What a supervisor runs: the content of request.json, which ``torchx run --dryrun`` shows for monarch_local.
 
 Environments hold the role's own variables only. The supervisor inherits the submitter's environment and adds these to
 it, so that secrets in the user's shell (tokens, passwords) are not written to disk.
@@ -29,8 +29,8 @@ class RoleRequest:
 
 
 @dataclass
-class LocalRequest:
-    """One app to run.
+class SupervisorRequest:
+    """One app to run, or one replica of an app of several machines, which ssh or a batch system runs.
 
     Attributes:
         grace: seconds from SIGTERM to SIGKILL when the app is stopped.
@@ -55,7 +55,7 @@ class LocalRequest:
     queued: float = 0.0
     job_id: str = ""
 
-
-def load(paths: state_files.AppPaths) -> LocalRequest | None:
-    """Read the request of an app as submitted; return None if the app does not exist."""
-    return state_files.load(LocalRequest, paths.request, paths.trusted)
+    @classmethod
+    def load(cls, paths: state_files.AppPaths) -> SupervisorRequest | None:
+        """Read the request of an app as submitted; return None if the app does not exist."""
+        return state_files.load(cls, paths.request, paths.trusted)

@@ -18,8 +18,9 @@ from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import StateDirError, SubmitError, SubmittedAlreadyError
 from torchx_monarch.backends.core.snapshot import Outcome
-from torchx_monarch.backends.local import folder, status
-from torchx_monarch.backends.local.request import LocalRequest
+from torchx_monarch.backends.local import folder
+from torchx_monarch.backends.local.record import SupervisorRecord
+from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.env_names import JOB_VARIABLES
 from torchx_monarch.model.state import State
@@ -29,7 +30,9 @@ from torchx_monarch.system import processes, safe_files
 _START_TIMEOUT = 60.0
 
 
-def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], None] = lambda folder: None) -> str:
+def submit(
+    request: SupervisorRequest, app: Mapping[str, Any], fill: Callable[[str], None] = lambda folder: None
+) -> str:
     """Start the supervisor of a request; return the app's id when the supervisor runs independently of this process.
 
     Args:
@@ -66,8 +69,8 @@ def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], 
 
 
 def _make_folder(
-    request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], None], created: float
-) -> tuple[LocalRequest, int]:
+    request: SupervisorRequest, app: Mapping[str, Any], fill: Callable[[str], None], created: float
+) -> tuple[SupervisorRequest, int]:
     """Make the app's folder; return the request as written there, and the descriptor of the app's lock."""
     state_files.make_folder("apps")
     paths = state_files.app_paths(request.app_id)
@@ -82,25 +85,22 @@ def _make_folder(
         run_dir = folder.make_run_dir(paths)
         undo.callback(folder.remove_run_dir, paths, run_dir)
         request = replace(request, run_dir=run_dir, job=f"{request.app_id}:{secrets.token_hex(8)}")
-        roles, grace = status.new_roles(request), request.grace
-        record = status.AppRecord(
-            request.app_id, request.name, created, roles=roles, hostname=os.uname().nodename, grace=grace
-        )
+        record = SupervisorRecord.new(request, created, os.uname().nodename)
         os.mkdir(paths.logs, 0o700)
-        for role in roles:
+        for role in record.roles:
             os.mkdir(os.path.dirname(paths.replica_logs(role.name, 0)), 0o700)
             for replica in role.replicas:
                 os.mkdir(paths.replica_logs(role.name, replica.id), 0o700)
         fill(paths.root)
         state_files.write_json(paths.app, {"created": created, **app})
         state_files.write_json(paths.request, asdict(request))
-        safe_files.make_reserve(paths.reserve, status.reserve_bytes(record))
+        safe_files.make_reserve(paths.reserve, record.reserve_bytes)
         state_files.write_json(paths.status, asdict(record))  # from here on the app exists
         undo.pop_all()
     return request, lock
 
 
-def start_supervisor(paths: state_files.AppPaths, request: LocalRequest, lock: int) -> None:
+def start_supervisor(paths: state_files.AppPaths, request: SupervisorRequest, lock: int) -> None:
     """Start the supervisor of an app, which inherits the descriptor of its lock, and wait until it runs."""
     # An app may be submitted from inside a replica of another app, which these variables describe.
     environ = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}

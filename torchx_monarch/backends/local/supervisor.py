@@ -17,8 +17,9 @@ import signal
 import sys
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import folder, status
-from torchx_monarch.backends.local.request import load as load_request
+from torchx_monarch.backends.local import folder
+from torchx_monarch.backends.local.record import SupervisorRecord
+from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
 from torchx_monarch.supervisor.replica import raise_file_limit
@@ -58,7 +59,7 @@ def _supervise(paths: state_files.AppPaths) -> None:
     raise_file_limit()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    request, record = load_request(paths), status.load(paths)
+    request, record = SupervisorRequest.load(paths), SupervisorRecord.load(paths)
     assert request is not None and record is not None  # ``submit`` has written both
     os.makedirs(request.run_dir, mode=0o700, exist_ok=True)
     folder.write_owner(paths)

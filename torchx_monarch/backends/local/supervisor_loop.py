@@ -29,10 +29,10 @@ from typing import IO, ClassVar, cast
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
 from torchx_monarch.backends.core.state import MAX_HOST_DELAY, SETTLE, count_restarts, reduce
-from torchx_monarch.backends.local import folder, gpus, status
+from torchx_monarch.backends.local import folder, gpus
 from torchx_monarch.backends.local.machine_queue import POLL, MachineQueue, Ticket
-from torchx_monarch.backends.local.request import LocalRequest
-from torchx_monarch.backends.local.status import AppRecord
+from torchx_monarch.backends.local.record import SupervisorRecord
+from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.insight import events
 from torchx_monarch.insight.job_end import JobEnd
 from torchx_monarch.model import backoff, job_result
@@ -55,7 +55,7 @@ class SupervisorLoop:
 
     folder_interval: ClassVar = 3.0
 
-    def __init__(self, paths: state_files.AppPaths, request: LocalRequest, record: AppRecord) -> None:
+    def __init__(self, paths: state_files.AppPaths, request: SupervisorRequest, record: SupervisorRecord) -> None:
         self._paths = paths
         self._request = request
         self._record = record
@@ -419,7 +419,7 @@ class SupervisorLoop:
             folder.remove_app(self._paths)  # the job may have made it again
         else:
             try:
-                status.save_last(self._paths, self._record)
+                self._record.save_last(self._paths)
             except OSError as e:
                 print(f"the final status {asdict(self._record)} could not be written: {e}", file=sys.stderr)
             self._run_on_end(exit_code)

@@ -21,7 +21,7 @@ from typing import Any
 
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob, read_replica, read_role
-from torchx_monarch.backends.batch.task import APP_ID, load_request
+from torchx_monarch.backends.batch.task import APP_ID, read_request_or_exit
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, count_restarts, pending_stop, reduce
@@ -325,4 +325,4 @@ def _run(*words: str) -> str | None:
 def main(path: str) -> int:
     """Run the job whose folder this is, and return its exit code."""
     folder = JobFolder(path)
-    return BatchStep(folder, load_request(SlurmRequest, folder)).run()
+    return BatchStep(folder, read_request_or_exit(SlurmRequest, folder)).run()

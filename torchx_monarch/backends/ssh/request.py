@@ -15,7 +15,7 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.options import NetworkOpts, QueueOpts
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.render import render_role, safe_name
-from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
+from torchx_monarch.backends.local.request import RoleRequest, SupervisorRequest
 from torchx_monarch.backends.ssh import workspace
 from torchx_monarch.backends.ssh.in_job.wire import Layout
 from torchx_monarch.backends.ssh.native import ssh_arguments
@@ -62,7 +62,7 @@ class SshRequest:
 
     def of_replica(
         self, role: int, k: int, name: str, first: Sequence[str], credentials: str, submitted: float = 0.0
-    ) -> LocalRequest:
+    ) -> SupervisorRequest:
         """Return the request for the machine of one replica.
 
         Args:
@@ -77,7 +77,7 @@ class SshRequest:
         if spec.runs_hosts and credentials:
             env[CREDENTIALS] = credentials
         roles = [RoleRequest(spec.alone(), [replace(replica, env=env)], first=k)]
-        request = LocalRequest(name, self.name, roles, grace=self.grace, networked=True)
+        request = SupervisorRequest(name, self.name, roles, grace=self.grace, networked=True)
         count, slots = (0, 0) if spec.sidecar else self.queue  # a sidecar shares the machine with the others
         return replace(request, gpus=count, slots=slots, queued=submitted, job_id=self.app_id)
 

@@ -25,7 +25,7 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.timed_line import LogQuery
 from torchx_monarch.backends.local import folder, gpus, machine_queue
-from torchx_monarch.backends.local.request import LocalRequest
+from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.backends.ssh.in_job.wire import MAX_LINES, PYTHON_FILE, READY, FoundReplica, Place
 from torchx_monarch.code_sync.code_store import ContentStore
 from torchx_monarch.code_sync.manifest import Tree
@@ -157,14 +157,14 @@ class OrderServer:
         """Write a replica's folder and start its supervisor; ``confirm`` keeps it. If it fails, nothing is left.
 
         Args:
-            request: its ``LocalRequest``. Its command may begin with ``python``: this interpreter.
+            request: its ``SupervisorRequest``. Its command may begin with ``python``: this interpreter.
             place: its ``Place``.
             gpu_count: the GPUs for which it waits; none without any, or if its role names some or waits for slots.
             workspace: the hash of the one in which the replica runs; empty without one.
         """
         from torchx_monarch.backends.local import submit  # imports TorchX, which the other orders do without
 
-        decoded = codec.decode(LocalRequest, request)
+        decoded = codec.decode(SupervisorRequest, request)
         where = codec.decode(Place, place)
         where.address = _address()
         (replica,) = decoded.roles[0].replicas

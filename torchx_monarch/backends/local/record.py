@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The record that a supervisor writes: the state of what it runs, its replicas, why it ended.
+
+It runs an app of this machine (status.json), or one replica of an app of several machines (status.json on a machine of
+ssh, replica.json in the folder of a batch system's app). Nobody else writes it; if the supervisor of a machine dies,
+readers derive the end from its lock (``folder``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.local.request import SupervisorRequest
+from torchx_monarch.model.codec import Seconds
+from torchx_monarch.model.state import State
+from torchx_monarch.supervisor.replica import ReplicaRecord
+
+
+@dataclass
+class RoleRecord:
+    """The replicas of one role."""
+
+    name: str
+    replicas: list[ReplicaRecord] = field(default_factory=list)
+
+
+@dataclass
+class SupervisorRecord:
+    """One app, or one replica of an app of several machines.
+
+    Attributes:
+        created: when it was submitted, in seconds since the epoch.
+        msg: for users: why it ended, and further facts; "" for no message.
+        error: the content of the error file of the replica that caused the end, as JSON text; None without one.
+        restarts: how often the app, a role or a replica was restarted.
+        started: when its first replica was first started; None before.
+        hostname: the name of the machine that runs it, by which other hosts reach that; empty once a batch system has
+            taken the node away.
+    """
+
+    app_id: str
+    name: str
+    created: Seconds
+    state: State = State.PENDING
+    msg: str = ""
+    error: str | None = None
+    restarts: int = 0
+    started: Seconds | None = None
+    ended: Seconds | None = None
+    roles: list[RoleRecord] = field(default_factory=list)
+    hostname: str = ""
+    grace: float = 30.0
+
+    @classmethod
+    def new(cls, request: SupervisorRequest, created: float, hostname: str, restarts: int = 0) -> SupervisorRecord:
+        """Return the record of a request before any replica was started; ``restarts``: earlier starts."""
+        roles = [
+            RoleRecord(role.name, [ReplicaRecord(role.first + k, restarts=restarts) for k in range(len(role.replicas))])
+            for role in request.roles
+        ]
+        return cls(
+            request.app_id,
+            request.name,
+            created,
+            restarts=restarts,
+            roles=roles,
+            hostname=hostname,
+            grace=request.grace,
+        )
+
+    @classmethod
+    def load(cls, paths: state_files.AppPaths) -> SupervisorRecord | None:
+        """Read the record of an app; return None if it does not exist; errors as for ``state_files.load``."""
+        record = state_files.load(cls, paths.status, paths.trusted)
+        if record is not None:
+            record.app_id = paths.app_id
+        return record
+
+    @property
+    def terminal(self) -> bool:
+        return self.state.is_terminal
+
+    @property
+    def reserve_bytes(self) -> int:
+        """The disk space that suffices for the final record without error files."""
+        # Names, and the message, of which ``save_last`` keeps 4,000 characters of six bytes each at most.
+        return 64 * 1024 + 256 * sum(len(role.replicas) for role in self.roles)
+
+    def save_last(self, paths: state_files.AppPaths) -> None:
+        """Write the final record; on a full disk without what does not fit into the reserve: error files."""
+        try:
+            state_files.write_last_json(paths.status, asdict(self), paths.reserve)
+        except OSError:
+            self.msg, self.error = self.msg[:4000], None
+            for role in self.roles:
+                for replica in role.replicas:
+                    replica.error = None
+            state_files.write_last_json(paths.status, asdict(self), paths.reserve)
