@@ -76,7 +76,7 @@ class JobFolder(state_files.AppPaths):
 
     def replica(self, role: str, replica: int) -> ReplicaFolder:
         """Return the folder of one replica."""
-        return ReplicaFolder(self.replica_logs(role, replica))
+        return ReplicaFolder(self, role, replica)
 
     def records(self, spec: RoleSpec) -> list[SupervisorRecord | None]:
         """Return the records of the replicas of a role, by replica (``ReplicaFolder.load_record``)."""
@@ -94,21 +94,20 @@ class JobFolder(state_files.AppPaths):
             state_files.write_json(paths.status, {})
 
 
-class ReplicaFolder(state_files.AppPaths):
-    """The folder of one replica, with the paths that the supervisor's loop uses: some are those of the whole app.
+class ReplicaFolder(state_files.SupervisorPaths):
+    """The folder of one replica: its logs and its record. The request, and that to stop, are those of the app.
 
     Attributes:
         job: the folder of its app.
         events: the app's events for a replica 0, else a file of its own: network file systems do not order appends.
     """
 
-    def __init__(self, root: str) -> None:
-        super().__init__(root)
-        self.job = JobFolder(os.path.dirname(os.path.dirname(os.path.dirname(root))))
-        self.trusted, self.request, self.cancel = self.job.root, self.job.request, self.job.cancel
-        self.status = os.path.join(root, "replica.json")
-        if self.app_id == "0":
-            self.events = self.job.events
+    def __init__(self, job: JobFolder, role: str, replica: int) -> None:
+        super().__init__(job.replica_logs(role, replica), job.root)
+        self.job, self.request, self.cancel = job, job.request, job.cancel
+        self.status = os.path.join(self.root, "replica.json")
+        if replica == 0:
+            self.events = job.events
 
     def replica_logs(self, role: str, replica: int) -> str:
         return self.root

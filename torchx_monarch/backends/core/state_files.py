@@ -10,6 +10,7 @@ is renamed before it is removed.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import json
 import os
@@ -19,7 +20,6 @@ from dataclasses import asdict, replace
 from typing import TypeVar
 
 from torchx_monarch.backends.core.snapshot import Outcome
-from torchx_monarch.insight import events
 from torchx_monarch.model import codec
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import one_line
@@ -76,41 +76,32 @@ def is_app_id(app_id: str) -> bool:
     return bool(app_id) and not app_id.startswith(".") and path_name(app_id) == app_id
 
 
-class AppPaths:
-    """All paths below one app's folder (docs/reference/files.md).
+class SupervisorPaths(abc.ABC):
+    """The files of what one supervisor runs: an app, or one replica of an app of several machines.
 
     Attributes:
-        root: the app's folder.
-        trusted: the state directory: all below it belongs to the caller and is no symbolic link (``safe_files``).
-        lock: a file that the app's supervisor has locked while it lives.
-        supervisor: the process that runs the app, and its machine.
-        reserve: disk space that is reserved for the final status.
-        run: the folder for sockets while the app runs, unless its path is too long for a socket.
+        root: the folder.
+        trusted: a folder below which all belongs to the caller and is no symbolic link (``safe_files``).
+        request: what the supervisor runs.
+        status: the record that it writes.
+        cancel: the request to end it.
+        reserve: disk space that is reserved for the final record.
+        run: the folder for sockets while it runs, unless its path is too long for a socket.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, trusted: str) -> None:
         self.root = root
-        self.app_id = os.path.basename(root)
-        self.trusted = os.path.dirname(os.path.dirname(root))
-        self.app = os.path.join(root, "app.json")
+        self.trusted = trusted
         self.request = os.path.join(root, "request.json")
-        self.lock = os.path.join(root, "lock")
-        self.supervisor = os.path.join(root, "supervisor.json")
-        self.supervisor_log = os.path.join(root, "supervisor.log")
         self.status = os.path.join(root, "status.json")
         self.cancel = os.path.join(root, "cancel.json")
-        self.events = os.path.join(root, events.FILE)
+        self.events = os.path.join(root, "events.jsonl")
         self.reserve = os.path.join(root, "reserve")
         self.run = os.path.join(root, "run")
-        self.logs = os.path.join(root, "logs")
 
-    def check_owner(self) -> None:
-        """Check that the app's folder belongs to the caller.
-
-        Raises:
-            OSError: the folder does not exist, may not be entered, is a link or belongs to another user.
-        """
-        os.close(safe_files.open_folder(self.root, below=self.trusted))
+    @abc.abstractmethod
+    def replica_logs(self, role: str, replica: int) -> str:
+        """Return the folder of one replica's logs."""
 
     def load_stop(self) -> Outcome | None:
         """Read the request to end the app, cancel.json; return None if there is none.
@@ -135,8 +126,33 @@ class AppPaths:
             return
         write_json(self.cancel, asdict(asked), below=self.trusted)
 
+
+class AppPaths(SupervisorPaths):
+    """All paths below one app's folder (docs/reference/files.md), which is in a folder of the state directory.
+
+    Attributes:
+        lock: a file that the app's supervisor has locked while it lives.
+        supervisor: the process that runs the app, and its machine.
+    """
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root, os.path.dirname(os.path.dirname(root)))
+        self.app_id = os.path.basename(root)
+        self.app = os.path.join(root, "app.json")
+        self.lock = os.path.join(root, "lock")
+        self.supervisor = os.path.join(root, "supervisor.json")
+        self.supervisor_log = os.path.join(root, "supervisor.log")
+        self.logs = os.path.join(root, "logs")
+
+    def check_owner(self) -> None:
+        """Check that the app's folder belongs to the caller.
+
+        Raises:
+            OSError: the folder does not exist, may not be entered, is a link or belongs to another user.
+        """
+        os.close(safe_files.open_folder(self.root, below=self.trusted))
+
     def replica_logs(self, role: str, replica: int) -> str:
-        """Return the folder of one replica's logs."""
         return os.path.join(self.logs, path_name(role), str(replica))
 
 

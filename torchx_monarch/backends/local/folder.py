@@ -161,9 +161,9 @@ def is_supervised(paths: state_files.AppPaths) -> bool:
     return False
 
 
-def remove_app(paths: state_files.AppPaths) -> None:
+def remove_app(paths: state_files.SupervisorPaths) -> None:
     """Remove an app's folder with its content; other processes see all of it or nothing."""
-    trash = os.path.join(os.path.dirname(paths.root), f"{TRASH_PREFIX}{os.getpid()}-{paths.app_id}")
+    trash = os.path.join(os.path.dirname(paths.root), f"{TRASH_PREFIX}{os.getpid()}-{os.path.basename(paths.root)}")
     try:
         os.rename(paths.root, trash)
     except FileNotFoundError:
@@ -176,13 +176,13 @@ def make_run_dir(paths: state_files.AppPaths) -> str:
     return paths.run if len(os.fsencode(paths.run)) <= run_dirs.MAX_RUN_DIR else run_dirs.new_run_dir()
 
 
-def remove_run_dir(paths: state_files.AppPaths, run_dir: str) -> None:
+def remove_run_dir(paths: state_files.SupervisorPaths, run_dir: str) -> None:
     """Remove a folder that ``make_run_dir`` has returned; leave any other folder alone."""
     if run_dir == paths.run or os.path.basename(run_dir).startswith(run_dirs.RUN_PREFIX):
         run_dirs.remove_tree(run_dir)
 
 
-def describe_full_disk(paths: state_files.AppPaths) -> str:
+def describe_full_disk(paths: state_files.SupervisorPaths) -> str:
     """Describe a full state directory, for which files that name the cause may be missing; empty if it has room."""
     with contextlib.suppress(OSError):
         found = os.statvfs(paths.root)

@@ -87,7 +87,7 @@ class SupervisorRecord:
         # Names, and the message, of which ``save_last`` keeps 4,000 characters of six bytes each at most.
         return 64 * 1024 + 256 * sum(len(role.replicas) for role in self.roles)
 
-    def save_last(self, paths: state_files.AppPaths) -> None:
+    def save_last(self, paths: state_files.SupervisorPaths) -> None:
         """Write the final record; on a full disk without what does not fit into the reserve: error files."""
         try:
             state_files.write_last_json(paths.status, asdict(self), paths.reserve)

@@ -55,7 +55,9 @@ class SupervisorLoop:
 
     folder_interval: ClassVar = 3.0
 
-    def __init__(self, paths: state_files.AppPaths, request: SupervisorRequest, record: SupervisorRecord) -> None:
+    def __init__(
+        self, paths: state_files.SupervisorPaths, request: SupervisorRequest, record: SupervisorRecord
+    ) -> None:
         self._paths = paths
         self._request = request
         self._record = record
