@@ -23,10 +23,7 @@ from torchx_monarch.model.role_spec import RoleSpec
 
 _log = logging.getLogger(__name__)
 
-_SBATCH = (
-    *("partition", "account", "qos", "time", "constraint", "reservation", "comment"),
-    *("mail-user", "mail-type", "signal"),
-)
+_SBATCH = "partition account qos time constraint reservation comment mail-user mail-type signal".split()
 """The run options that sbatch has under the same names."""
 
 
