@@ -69,29 +69,24 @@ def read_replica(
     reason = job.reason if job else ""
     if record is None:
         return _not_started(spec.name, k, queued, reason, ending)
-    latest = record.roles[0].replicas[0]
-    found = ReplicaSnapshot(
-        spec.name, k, State.RUNNING, record.hostname, started=latest.started or 0.0, restarts=record.restarts
-    )
+    found = record.replica_snapshot(spec.name, ending)
     is_preempted = _was_preempted(record, ending)
     if queued is not None and (is_preempted or queued.state is State.PENDING):
-        return _waiting(found, queued, ending, "was preempted" if is_preempted else "")
-    found = replace(found, ended=latest.ended or record.ended or 0.0)
-    if record.state is State.SUCCEEDED:
-        return replace(found, state=State.SUCCEEDED, exit_code=0)
-    where = f"replica {found.name}{f' on {record.hostname}' if record.hostname else ''}: "
+        before = ReplicaSnapshot(
+            spec.name, k, State.PENDING, found.hostname, started=found.started, restarts=found.restarts
+        )
+        return _waiting(before, queued, ending, "was preempted" if is_preempted else "")
+    if record.terminal and not is_preempted:
+        return replace(found, failure=reason or found.failure) if found.failure else found
     if record.terminal:
-        found = replace(found, error=latest.error or "", exit_code=latest.exit_code)
-        if is_preempted:
-            failure = where + (reason or "the batch system has ended its job, as at a time limit")
-            return replace(found, state=State.FAILED, failure=failure, was_stopped=True)
-        is_stopped = record.state is State.CANCELLED
-        return replace(found, state=record.state, failure=reason or record.msg, was_stopped=is_stopped)
-    if queued is not None:
-        state = State.PENDING if latest.state is State.PENDING else State.RUNNING
-        return replace(found, state=state, is_stopping=ending is not None)
-    failure = where + (reason or "it was killed by the batch system, or its node was lost")
-    return replace(found, state=State.FAILED, failure=failure, was_stopped=ending is not None)
+        reason = reason or "the batch system has ended its job, as at a time limit"
+    elif queued is None:
+        reason = reason or "it was killed by the batch system, or its node was lost"
+    else:
+        return found
+    failure = f"replica {found.name}{f' on {found.hostname}' if found.hostname else ''}: {reason}"
+    was_stopped = is_preempted or ending is not None
+    return replace(found, state=State.FAILED, failure=failure, was_stopped=was_stopped, is_stopping=False, waiting="")
 
 
 def _not_started(role: str, k: int, queued: QueuedJob | None, reason: str, ending: Outcome | None) -> ReplicaSnapshot:

@@ -8,9 +8,10 @@ readers derive the end from its lock (``folder``).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.snapshot import Outcome, ReplicaSnapshot
 from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.state import State
@@ -86,6 +87,21 @@ class SupervisorRecord:
         """The disk space that suffices for the final record without error files."""
         # Names, and the message, of which ``save_last`` keeps 4,000 characters of six bytes each at most.
         return 64 * 1024 + 256 * sum(len(role.replicas) for role in self.roles)
+
+    def replica_snapshot(self, role: str, ending: Outcome | None) -> ReplicaSnapshot:
+        """Return the snapshot of the one replica of this record; ``ending``: how its app was asked to end."""
+        (replica,) = self.roles[0].replicas
+        ended = replica.ended or self.ended or 0.0
+        found = replica.snapshot(role, hostname=self.hostname, restarts=self.restarts, ended=ended)
+        if not self.terminal:
+            state, waiting = (State.PENDING, self.msg) if replica.state is State.PENDING else (State.RUNNING, "")
+            is_stopping = ending is not None
+            return replace(found, state=state, waiting=waiting, exit_code=None, ended=0.0, is_stopping=is_stopping)
+        if State.SUCCEEDED in (self.state, replica.state):
+            return replace(found, state=State.SUCCEEDED, exit_code=0)
+        was_stopped = self.state is State.CANCELLED
+        state = State.CANCELLED if was_stopped and ending is not None else State.FAILED
+        return replace(found, state=state, failure=self.msg, error=replica.error or "", was_stopped=was_stopped)
 
     def save_last(self, paths: state_files.SupervisorPaths) -> None:
         """Write the final record; on a full disk without what does not fit into the reserve: error files."""

@@ -23,7 +23,7 @@ from torchx_monarch.model.role_spec import RoleSpec
 
 _log = logging.getLogger(__name__)
 
-_SBATCH = "partition account qos time constraint reservation comment mail-user mail-type signal".split()
+_SBATCH = "partition account qos time constraint reservation comment mail-user mail-type signal"
 """The run options that sbatch has under the same names."""
 
 
@@ -98,7 +98,7 @@ def _job_options(app: AppDef, cfg: SlurmOpts, path: str, requeue: bool) -> dict[
         "chdir": path,
         "requeue" if requeue else "no-requeue": None,
     }
-    given = {name: getattr(cfg, name.replace("-", "_")) for name in _SBATCH}
+    given = {name: getattr(cfg, name.replace("-", "_")) for name in _SBATCH.split()}
     options.update({name: str(value) for name, value in given.items() if value is not None})
     if cfg.exclude_nodes:
         options["exclude"] = cfg.exclude_nodes.replace("+", ",")

@@ -57,26 +57,12 @@ def build(app_id: str, answers: Iterable[FoundReplica], lost: Mapping[str, SshEr
 
 
 def _replica(role: str, k: int, found: FoundReplica) -> ReplicaSnapshot:
-    app, record = found.record, found.record.roles[0].replicas[0]
-    snapshot = record.snapshot(role, hostname=found.record.hostname, restarts=app.restarts, ended=0.0)
-    if not app.terminal:
-        state = State.PENDING if record.state is State.PENDING else State.RUNNING
-        snapshot = replace(snapshot, state=state, waiting=app.msg if state is State.PENDING else "", exit_code=None)
-        return replace(snapshot, address=found.place.address, is_stopping=found.ending is not None)
-    snapshot = replace(snapshot, ended=record.ended or app.ended or 0.0)
-    if app.state is State.CANCELLED and not record.started:
-        return replace(snapshot, state=State.CANCELLED)
-    if State.SUCCEEDED in (app.state, record.state):
-        return replace(snapshot, state=State.SUCCEEDED, exit_code=0)
-    # Without a code its supervisor was killed, which knows no other machine.
-    where = f"replica {role}/{k} on {found.record.hostname}: " if record.exit_code is None else ""
-    return replace(
-        snapshot,
-        state=State.FAILED,
-        failure=where + app.msg,
-        error=record.error or "",
-        was_stopped=app.state is State.CANCELLED,
-    )
+    snapshot = found.record.replica_snapshot(role, found.ending)
+    if not snapshot.state.is_terminal:
+        return replace(snapshot, address=found.place.address)
+    if snapshot.state is State.FAILED and snapshot.exit_code is None:  # its supervisor was killed
+        return replace(snapshot, failure=f"replica {role}/{k} on {snapshot.hostname}: {snapshot.failure}")
+    return snapshot
 
 
 def _absent(spec: RoleSpec, k: int, machine: str, error: SshError | None, living: bool) -> ReplicaSnapshot:
