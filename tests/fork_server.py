@@ -247,7 +247,7 @@ def _torchrun() -> None:
 
 def _host() -> None:
     import torchx_monarch.host.host_process
-    import torchx_monarch.host.live_runs  # noqa: F401
+    import torchx_monarch.host.rank_runs  # noqa: F401
     from torchx_monarch.host.__main__ import main
 
     main(_serve())

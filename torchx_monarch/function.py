@@ -2,7 +2,7 @@
 """Call a function in each rank of a run, and leave what it returns in a file: ``python -m torchx_monarch.function``.
 
 The arguments are the name of the function, for listings, and the path of a file with a pickle of the function, its
-arguments and its encoding of results. ``client.function`` makes the pickle; the host (``host.live_runs``) writes it to
+arguments and its encoding of results. ``client.function`` makes the pickle; the host (``host.rank_runs``) writes it to
 that file, and sends to the client what ranks write beside it: ``value_N`` for rank N, a line with the kind of the
 value, and its data.
 """

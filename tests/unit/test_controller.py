@@ -6,15 +6,13 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
-from typing import cast
 from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from tests.waits import WITHIN
 from torchx_monarch.controller import elastic
-from torchx_monarch.controller.controller import Controller, Session
+from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange, listed
 from torchx_monarch.controller.host_events import (
     HostEvent,
@@ -25,7 +23,7 @@ from torchx_monarch.controller.host_events import (
     StopRequested,
 )
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.hosts import JobOptions
+from torchx_monarch.controller.hosts import JobHosts, JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
@@ -41,7 +39,7 @@ STOP = StopRequested(0, JobResult(143, "stopped", stopped=True), signal.SIGINT)
 RUN_END = RunEndRequested(0, JobResult(143, "run ended", stopped=True))
 
 
-class Job:
+class Job(Controller):
     """A controller whose work is scripted: each step is a result, or events, the first of which interrupts the work."""
 
     def __init__(self, sizes: NodeRange, replacements: int, *steps: JobResult | tuple[HostEvent, ...]) -> None:
@@ -55,16 +53,17 @@ class Job:
         self._steps = list(steps)
         reporter = Reporter(Console(2), None, "trainer")
         self.gatherer = HostGatherer(sizes, self.rendezvous.hosts, reporter, HostFailures(2))
-        options = JobOptions(HostSpec(replacements=replacements, lease=0.05), sizes, "id", 1.0, report_timeout=0.05)
-        self.hosts = SimpleNamespace(options=options, reporter=reporter)
-        self.controller = Controller(self.rendezvous, self.gatherer, cast(Session, self))
+        options = JobOptions(HostSpec(replacements=replacements, lease=0.05), sizes, report_timeout=0.05)
+        hosts = JobHosts(options, self.rendezvous.requests, self.rendezvous.events, reporter, AsyncMock())
+        super().__init__(self.rendezvous, self.gatherer, hosts, Mock(), AsyncMock(close=self.close))
+        self._attempts.hosts_changed = self.hosts_changed  # type: ignore[method-assign]
         self.register(range(replicas))
 
     def register(self, replicas: Iterable[int]) -> None:
         for replica in replicas:
             self.rendezvous.register(Registration(replica, "node", 1, 1))
 
-    async def run(self, hosts: list[Registration]) -> JobResult:
+    async def _execute_runs(self, hosts: list[Registration]) -> JobResult:
         self.log.append([host.replica for host in hosts])
         step = self._steps.pop(0)
         if isinstance(step, JobResult):
@@ -75,7 +74,7 @@ class Job:
             self.rendezvous.events.post(event)
         return await self.rendezvous.events.interrupt(asyncio.sleep(60, DONE))
 
-    async def stop(self, event: HostEvent, left: bool) -> bool:
+    async def _stop_ranks(self, event: HostEvent, left: bool) -> bool:
         self.log.append((type(event).__name__, event.signal, left))
         self.while_stopping()
         return True
@@ -89,12 +88,9 @@ class Job:
         self.closed.append(result)
 
     def result(self) -> JobResult:
-        result = asyncio.run(self._run())
+        result = asyncio.run(asyncio.wait_for(self.run(), WITHIN))
         assert self.closed == [result]
         return result
-
-    async def _run(self) -> JobResult:
-        return await asyncio.wait_for(self.controller.run(), WITHIN)
 
 
 FIXED = NodeRange(2, 2, 0.2)
@@ -133,7 +129,7 @@ def test_what_interrupts_is_an_event_of_the_work_as_well() -> None:
     async def fails(hosts: list[Registration]) -> JobResult:
         raise Interrupted(StopRequested(0, JobResult(7, "no mesh")))
 
-    job.run = fails  # type: ignore[method-assign]
+    job._execute_runs = fails  # type: ignore[method-assign]
     assert job.result() == JobResult(7, "no mesh")
 
 

@@ -35,7 +35,7 @@ class Ranks:
 
     def __init__(self, reporter: Reporter, spec: HostSpec) -> None:
         self.reporter = reporter
-        self.options = JobOptions(spec, NodeRange(1, 1, 1.0), "id", 1.0)
+        self.options = JobOptions(spec, NodeRange(1, 1, 1.0))
         self.waited = 0.0
         self.missing: dict[int, str] = {}
         self.asked: list[Request[Any]] = []

@@ -19,6 +19,7 @@ from torchx_monarch.controller.host_messages import (
     HostCall,
     HostError,
     HostRefused,
+    ProbeFile,
     Request,
     SampleRanks,
     WatchRanks,
@@ -36,11 +37,12 @@ from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.system.console import Console
+from torchx_monarch.transport import messages
 from torchx_monarch.transport.address import Address
 
 REPLICAS = 3
 HOSTS = [Registration(replica, f"node{replica}", 7, 1) for replica in range(REPLICAS)]
-OPTIONS = JobOptions(HostSpec(host_timeout=1.0, lease=0.05), NodeRange(3, 3, 1.0), "id", 1.0, 1, report_timeout=0.05)
+OPTIONS = JobOptions(HostSpec(host_timeout=1.0, lease=0.05), NodeRange(3, 3, 1.0), report_timeout=0.05)
 
 
 class Replica:
@@ -100,6 +102,16 @@ def run(folder: Path, scenario: Callable[[JobHosts, list[Replica], Rendezvous], 
             await scenario(hosts, replicas, rendezvous)
 
     asyncio.run(asyncio.wait_for(main(), WITHIN))
+
+
+def test_a_request_that_is_too_large_is_the_failure_of_that_request_alone(tmp_path: Path) -> None:
+    async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+        replicas[1].answer.set_result(True)
+        with pytest.raises(HostError, match="^host 1 cannot be asked: a message of 8388"):
+            await hosts.ask_host(ProbeFile("x" * messages.MAX_MESSAGE, ""), HOSTS[1])
+        assert await hosts.ask_host(ProbeFile("x", ""), HOSTS[1])
+
+    run(tmp_path, scenario)
 
 
 def test_a_host_that_does_not_answer_in_time_is_named_and_its_request_cancelled(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_host_process_starts_without_torchx() -> None:
 
 
 def test_a_host_of_ranks_imports_monarch_when_it_starts_a_worker_and_not_before() -> None:
-    names = "host_process, live_runs"
+    names = "host_process, rank_runs, code_distribution"
     theirs = imported_by(f"from torchx_monarch.host import {names}")
     assert not theirs & {"torch", "monarch", "cryptography"}
 

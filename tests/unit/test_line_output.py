@@ -17,7 +17,7 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.timed_line import LogQuery
 from torchx_monarch.host.ranks.rank_logs import FilteredFile
 from torchx_monarch.host.ranks.rank_output import OutputPipe
-from torchx_monarch.insight.run_log import RunLog, RunLogSink
+from torchx_monarch.host.ranks.run_output import RunOutput, RunOutputSink
 from torchx_monarch.supervisor import log_files
 from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.system.line_output import CONTINUED, LONGEST, LineOutput, LineReader, complete
@@ -33,7 +33,7 @@ class Rank:
         console: Console,
         prefix: str = "",
         file: str | None = None,
-        sinks: Sequence[FilteredFile | RunLogSink] = (),
+        sinks: Sequence[FilteredFile | RunOutputSink] = (),
     ) -> None:
         end, self._pipe = os.pipe()
         self.output = OutputPipe(os.fdopen(end, "rb", 0), lambda: None)
@@ -106,20 +106,39 @@ def test_pieces_in_a_journal_and_in_a_filtered_file(tmp_path: Path) -> None:
     text = "\N{EURO SIGN}".encode() * LONGEST
 
     async def program(out: Console) -> None:
-        run_log = RunLog(str(tmp_path / "run" / "journal"))
+        output = RunOutput("token")
         filtered = FilteredFile(str(tmp_path / "filtered"), ["needle"], b"p:")
-        rank = Rank(out, "p:", sinks=[RunLogSink(run_log, 3, "stdout", "p:"), filtered])
+        rank = Rank(out, "p:", sinks=[RunOutputSink(output, 3, "stdout", "p:"), filtered])
         await rank.write(text)
         await rank.write(b"\none needle\nnone\n")
         await rank.end()
-        run_log.close()
-        records = [line async for lines in run_log.follow() for line in lines]
+        output.end(iter(()))
+        records: list[str] = []
+        while part := await output.read():
+            records += part.splitlines()
         assert {json.loads(line)["prefix"] for line in records} == {"p:"}
         texts = [json.loads(line)["text"] for line in records]
         assert "".join(texts) == "p:" + text.decode() + "\np:one needle\np:none\n"
 
     on_console(tmp_path / "console", program)
     assert (tmp_path / "filtered").read_bytes() == b"p:one needle\n"
+
+
+def test_a_rank_waits_while_its_output_is_not_read(tmp_path: Path) -> None:
+    async def program(out: Console) -> None:
+        output = RunOutput("token")
+        rank = Rank(out, sinks=[RunOutputSink(output, 0, "stdout", "")])
+        writing = asyncio.ensure_future(rank.write(b"line\n" * (1 << 20)))
+        while output.has_room(lambda: None):
+            await asyncio.sleep(0.01)
+        assert not writing.done()
+        read = 0
+        while read < 5 << 20:
+            read += sum(len(json.loads(line)["text"]) for line in (await output.read()).splitlines())
+        await asyncio.wait_for(writing, WITHIN)
+        await rank.end()
+
+    on_console(tmp_path / "console", program)
 
 
 @given(PIECES)

@@ -81,7 +81,7 @@ class ScriptedHosts:
     """Two hosts; the second one may have another version of torch, and another script."""
 
     def __init__(self, torch: str = GOOD["torch"], mode: str = "on") -> None:
-        self.options = JobOptions(HostSpec(preflight=mode), NodeRange(2, 2, 1.0), "id", 1.0)
+        self.options = JobOptions(HostSpec(preflight=mode), NodeRange(2, 2, 1.0))
         self.reporter = Reporter(Console(2), None, "trainer")
         self.requests: list[TakeFacts] = []
         self._other = with_version("torch", torch)

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import threading
 from pathlib import Path
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -20,9 +22,10 @@ from torchx_monarch.controller.rendezvous import Peer, Rendezvous, RendezvousErr
 from torchx_monarch.controller.run_queue import _MAX_RUNS, Run, RunQueue
 from torchx_monarch.host.code_distribution import HostCode
 from torchx_monarch.host.host import Host
-from torchx_monarch.host.live_runs import LiveRuns
+from torchx_monarch.host.rank_runs import RankRuns
 from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.run_request import RunRequest
@@ -37,12 +40,12 @@ class Replica0:
     def __init__(self, folder: Path) -> None:
         rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere"), HostSpec(replicas=3)))
         options, reporter = (
-            JobOptions(HostSpec("app", "trainer"), NodeRange(3, 3, 1.0), "id", 1.0),
+            JobOptions(HostSpec("app", "trainer"), NodeRange(3, 3, 1.0)),
             Reporter(Console(2), None, ""),
         )
         hosts = JobHosts(options, rendezvous.requests, rendezvous.events, reporter, AsyncMock())
         allocation = AllocationSpec(0.0, "1", ("a", "b"), None)
-        self.runs = RunQueue(hosts, Mock(), rendezvous, allocation, str(folder), lambda: True)
+        self.runs = RunQueue(hosts, rendezvous, allocation, str(folder), lambda: True)
 
     def submit(self, **more: object) -> None:
         self.runs.submit(RunRequest.from_message({"command": ["python", "x.py"], "queue": True, **more}))
@@ -54,6 +57,67 @@ def test_the_refusal_of_a_run_names_the_role_in_the_command_that_ends_the_earlie
         replica0.submit()
         with pytest.raises(RendezvousError, match="torchx monarch stop app --role trainer --run 1$"):
             replica0.submit(queue=False)
+
+    asyncio.run(main())
+
+
+def test_a_run_that_is_too_large_for_a_message_to_a_host_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        replica0 = Replica0(tmp_path)
+        request = {"command": ["python", "x.py"], "env": {"LONG": ""}}
+        room = messages.MAX_MESSAGE - len(messages.encode(request))  # the client's message is not too large
+        with pytest.raises(RendezvousError, match="too large: a message of 8388"):
+            replica0.submit(env={"LONG": "x" * room})
+        replica0.submit(env={"LONG": "x" * (room - 1000)})
+
+    asyncio.run(main())
+
+
+def test_runs_that_wait_hold_no_descriptor_and_are_limited(tmp_path: Path) -> None:
+    async def main() -> None:
+        replica0 = Replica0(tmp_path)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(1000):
+            replica0.submit()
+        assert len(os.listdir("/proc/self/fd")) == before
+        with pytest.raises(RendezvousError, match="1000 runs wait"):
+            replica0.submit()
+        await replica0.runs.next_run()
+        replica0.submit()
+        await replica0.runs.close(JobResult(0, "released", stopped=True))
+
+    asyncio.run(main())
+
+
+def test_output_of_hosts_is_read_no_faster_than_replica_0_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, read, stalled = "x" * 65535 + "\n", 0, threading.Event()
+
+    async def answer(request: Request[str], host: Registration) -> str:
+        nonlocal read
+        await asyncio.sleep(0)
+        if read == 100:
+            return ""
+        read += 1
+        return part
+
+    async def main() -> None:
+        replica0 = Replica0(tmp_path)
+        monkeypatch.setattr(replica0.runs.hosts, "ask_host", answer)
+        replica0.submit()
+        await replica0.runs.next_run()
+        run = replica0.runs.current
+        assert run is not None and run.run_log is not None
+        run.run_log._writer.call(stalled.wait)  # the disk
+        replica0.runs.begun([Registration(1, "node1", 1, 1)])
+        await until_async(lambda: read * len(part) >= 1 << 20, "the output that may wait")
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert read * len(part) == 1 << 20
+        stalled.set()
+        await until_async(lambda: read == 100, "the rest")
+        await replica0.runs.close(JobResult(0, "released", stopped=True))
 
     asyncio.run(main())
 
@@ -70,7 +134,7 @@ def test_a_wrong_run_is_refused(message: dict[str, object], why: str) -> None:
 def test_all_runs_that_are_remembered_fit_into_a_message() -> None:
     """A rank writes the reason."""
     request = RunRequest.from_message({"program": ["train.py"], "by": "me@node0", "cwd": "/home/me/work"})
-    run = Run(1, request, Mock(), "", result=JobResult(1, "\N{FIRE}" * 9000))
+    run = Run(1, request, result=JobResult(1, "\N{FIRE}" * 9000))
     assert len(messages.encode(run.to_json())) * _MAX_RUNS < messages.MAX_MESSAGE
 
 
@@ -142,7 +206,7 @@ def test_a_request_to_begin_a_run_that_is_repeated_during_the_first_begins_one(
         console = Console(2)
         spec = HostSpec(command=("python", "-m", "torchx_monarch.hosts", "--", "python", "-c", "0"))
         host = Host(spec, {}, "here", console, console, str(tmp_path), Reporter(console, None, ""), str(tmp_path))
-        runs = LiveRuns(host)
+        runs = RankRuns(host)
         runs.parse()
         begin = BeginRun(1, "token", RunRequest(("python", "-c", "0"), None, code="tree"))
         first, second = await asyncio.gather(runs.handle(begin), runs.handle(begin))

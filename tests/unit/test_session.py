@@ -9,22 +9,25 @@ import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests.waits import WITHIN
 from torchx_monarch.controller.attempts import Attempts
-from torchx_monarch.controller.controller import Session
+from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import HostFailures, HostGatherer, HostRegistry, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import HostEvent, HostEvents, HostPreempted, Interrupted
 from torchx_monarch.controller.host_messages import (
+    BeginRun,
     Exits,
     HostRequests,
     Launched,
     LaunchRanks,
     OpenStore,
     Request,
+    RunBegun,
     StoreOpened,
     WatchRanks,
 )
@@ -37,7 +40,8 @@ from torchx_monarch.system.console import Console, WriterThread
 
 HOSTS = [Registration(0, "node0", 1, 1), Registration(1, "node1", 1, 1, attempt=1)]
 FIXED = NodeRange(2, 2, 1.0)
-OPTIONS = JobOptions(HostSpec(host_timeout=1.0, lease=0.05), FIXED, "id", 1.0, 1, report_timeout=0.05)
+OPTIONS = JobOptions(HostSpec(host_timeout=1.0, lease=0.05), FIXED, report_timeout=0.05)
+BEGUN = RunBegun(1, "id", 1, 1.0)
 
 
 def exits(replica: int, code: int, stopped_at: float | None = None) -> tuple[int, Exits]:
@@ -63,9 +67,10 @@ class ScriptedHosts(JobHosts):
         return StoreOpened("node0", 29500, True)
 
     async def ask(self, request: Request[Any], *args: Any) -> AsyncIterator[tuple[int, Any]]:
-        if isinstance(request, LaunchRanks):
+        answers: dict[type[Request[Any]], Any] = {BeginRun: BEGUN, LaunchRanks: Launched((7,))}
+        if type(request) in answers:
             for host in self.present:
-                yield host.replica, Launched((7,))
+                yield host.replica, answers[type(request)]
         if isinstance(request, WatchRanks):
             for answer in self._watched.pop(0):
                 yield answer
@@ -74,9 +79,8 @@ class ScriptedHosts(JobHosts):
         """Do nothing: no rank runs."""
 
 
-def new_attempts(hosts: JobHosts, failures: HostFailures | None = None) -> Callable[[], Attempts]:
-    gatherer = HostGatherer(FIXED, HostRegistry(2), hosts.reporter, failures or HostFailures(0))
-    return lambda: Attempts(hosts, gatherer, HangWatch(hosts))
+def new_gatherer(hosts: JobHosts, failures: HostFailures | None = None) -> HostGatherer:
+    return HostGatherer(FIXED, HostRegistry(2), hosts.reporter, failures or HostFailures(0))
 
 
 def batch(*watched: Any, failures: HostFailures | None = None, report: HostEvent | None = None) -> JobResult:
@@ -88,7 +92,9 @@ def batch(*watched: Any, failures: HostFailures | None = None, report: HostEvent
             asyncio.get_running_loop().call_later(0.01, hosts.events.post, report)
         fresh = [dataclasses.replace(host, attempt=-1) for host in HOSTS]
         try:
-            return await Session(hosts, new_attempts(hosts, failures)).run(fresh)
+            gatherer = new_gatherer(hosts, failures)
+            controller = Controller(Mock(), gatherer, hosts, lambda: Attempts(hosts, gatherer, HangWatch(hosts)))
+            return await controller._execute_runs(fresh)
         except Interrupted as interruption:
             return interruption.event.result
 
@@ -113,10 +119,10 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
         hosts = ScriptedHosts(GOOD)
         hosts.reporter = Reporter(Console(2), str(recorded), "trainer")
         hosts.form(HOSTS)
-        attempts = new_attempts(hosts)()
-        assert await attempts.run(HOSTS, OPTIONS) == JobResult(0, "all 2 ranks ended with code 0")
+        attempts = Attempts(hosts, new_gatherer(hosts), HangWatch(hosts))
+        assert await attempts.run(HOSTS, BEGUN) == JobResult(0, "all 2 ranks ended with code 0")
         attempts.hosts_changed(joined=True)
-        assert attempts.number == 1
+        assert attempts.current.number == 1
         await attempts.stop(15)
 
     asyncio.run(asyncio.wait_for(main(), WITHIN))

@@ -21,8 +21,8 @@ from torchx_monarch.controller.host_events import (
     Interrupted,
     StopRequested,
 )
-from torchx_monarch.controller.host_messages import Exits, HostRefused, LaunchRanks, OpenStore, WatchRanks
-from torchx_monarch.controller.hosts import JobHosts, JobOptions
+from torchx_monarch.controller.host_messages import Exits, HostRefused, LaunchRanks, OpenStore, RunBegun, WatchRanks
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.insight.hangs import Hang
 from torchx_monarch.model.backoff import Backoff
@@ -36,6 +36,7 @@ from torchx_monarch.model.job_result import (
     RankExit,
     describe_failure,
     describe_others,
+    exit_records,
     failed_alike,
     root_cause,
     shell_code,
@@ -47,94 +48,137 @@ _NOTED_WITHIN = 0.5
 Ranks that cannot start all fail within milliseconds, and the line is to name one cause."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One attempt of a run.
+
+    Attributes:
+        number: counts all attempts of the run, from 0.
+        restart_count: TORCHELASTIC_RESTART_COUNT; as under torchrun, a host that joins adds none.
+        launched: whether its ranks may have started.
+        exits: those of its ranks, by rank; before it is launched, those of the attempt before.
+    """
+
+    number: int = 0
+    restart_count: int = 0
+    launched: bool = False
+    exits: dict[int, RankExit] = dataclasses.field(default_factory=dict)
+
+    def next(self, *, is_restart: bool = True) -> Attempt:
+        return dataclasses.replace(
+            self, number=self.number + 1, restart_count=self.restart_count + is_restart, launched=False
+        )
+
+
 class Attempts:
     """Run the attempts of one run, on one mesh or, when hosts are lost or join, on several.
 
-    ``number`` is that of the present attempt, from 0, and ``exits`` are those of its ranks, by rank.
+    ``current`` is the present attempt. Only the hosts know the options of the run, which they return at its begin.
     """
 
     def __init__(self, hosts: JobHosts, gatherer: HostGatherer, hang_watch: HangWatch) -> None:
-        self.number = 0
-        self.exits: dict[int, RankExit] = {}
+        self.current = Attempt()
         self._options = hosts.options
+        self._begun: RunBegun | None = None
         self._hosts = hosts
         self._gatherer = gatherer
         self._events = hosts.events
         self._reporter = hosts.reporter
         self._hang_watch = hang_watch
         self._preflight = Preflight(hosts)
-        self._launched = -1
         self._recorded = -1
-        self._uncounted = 0
         self._restarts_left = 0
+        self._backoff = Backoff()
+        self._unjoined = frozenset[int]()
         self._same_step = SameStep()
 
+    def continue_after(self, number: int) -> None:
+        """Continue the attempts of an earlier replica 0, the last of which had this number; -1 for none."""
+        if number >= self.current.number:
+            self.current = Attempt(number + 1, number + 1)
+
     def hosts_changed(self, joined: bool) -> None:
-        """Count the attempt that a change of the hosts has ended; torchrun counts no restart if one has joined."""
-        # A job that can lose hosts counts only attempts whose ranks had started.
-        if self._launched == self.number or not self._options.sizes.can_lose:
-            self.number += 1
-            self._uncounted += joined
+        """Count the attempt that a change of the hosts has ended; ``joined`` says that a host has joined, and not left.
 
-    async def run(self, hosts: list[Registration], options: JobOptions) -> JobResult:
+        A job that can lose hosts counts only attempts whose ranks had started.
+        """
+        if self.current.launched or not self._options.sizes.can_lose:
+            self.current = self.current.next(is_restart=not joined)
+
+    async def run(self, hosts: list[Registration], begun: RunBegun) -> JobResult:
         """Run attempts until one has succeeded or no other may help; return the result.
-
-        Only the hosts know the options of a run on a live allocation.
 
         Raises:
             Interrupted: an event is pending; the ranks still run.
             HostRefused: a host refused a request.
         """
-        self._options = options
-        if self._launched < 0:
-            self._restarts_left = options.max_restarts
+        if self._begun is None:
+            self._restarts_left = begun.max_restarts
+        self._begun, self._unjoined = begun, frozenset()
         if reason := await self._preflight.check(hosts):
             return JobResult(1, reason)
-        budget, unjoined = options.max_restarts, frozenset[int]()
-        backoff, clock = Backoff(), asyncio.get_running_loop().time
-        began = clock()
-        while cause := await self._attempt(hosts):
+        clock = asyncio.get_running_loop().time
+        while True:
+            began = clock()
+            world = await self._launch(hosts, begun)
+            cause = await self._watch(world)
+            if cause is None:
+                self._record_exits()
+                return JobResult(0, f"all {world.size} ranks ended with code 0")
+            if result := self._decide(cause, world):
+                return result
             lived = clock() - began
-            failure = describe_failure(self.exits.values(), cause, sum(host.nproc for host in hosts))
-            for line in describe_others(self.exits.values(), cause):
-                self._reporter.line(f"also: {line}")
-            before, unjoined = unjoined, never_joined(self.exits.values())
-            stuck = self._same_step.why_not(self.exits.values(), cause, options.spec.same_step_limit)
-            if excluded := self._blame_host_of(cause, failure):
-                self._same_step, stuck = SameStep(), ""  # other machines may get further
-            reason = why_no_restart(cause, unjoined, before, options.spec) or stuck
-            if self._restarts_left == 0 or reason:
-                if self._restarts_left:
-                    self._reporter.line(f"no restart: {reason}")
-                return JobResult(shell_code(cause.code), failure, cause)
-            self._restarts_left -= 1
-            self.number += 1
-            text = f"restart {budget - self._restarts_left} of {budget} after: {failure}"
-            self._reporter.restarted(
-                text, attempt=self.number, rank=cause.rank, code=cause.code, max_restarts=budget, reason=failure
-            )
-            if excluded is not None:
-                self._hosts.running = set()  # the ranks have ended
-                raise Interrupted(excluded)
-            if delay := backoff.delay(lived):
+            if delay := self._backoff.delay(lived):
                 self._reporter.line(describe_delay(delay, lived))
                 await self._events.interrupt(asyncio.sleep(delay))
-            began = clock()
-        self._record_exits()
-        return JobResult(0, f"all {sum(host.nproc for host in hosts)} ranks ended with code 0")
+
+    def _decide(self, cause: RankExit, world: World) -> JobResult | None:
+        """Return the result of the run after a failed attempt, or None, and begin the next if that may help.
+
+        Raises:
+            Interrupted: a host is excluded.
+        """
+        assert self._begun is not None
+        exits, budget = self.current.exits.values(), self._begun.max_restarts
+        failure = describe_failure(exits, cause, world.size)
+        for line in describe_others(exits, cause):
+            self._reporter.line(f"also: {line}")
+        stuck = self._same_step.why_not(exits, cause, self._options.spec.same_step_limit)
+        before, self._unjoined = self._unjoined, never_joined(exits)
+        if excluded := self._count_failure(cause, failure):
+            self._same_step, stuck = SameStep(), ""  # other machines may get further
+        reason = why_no_restart(cause, self._unjoined, before, self._options.spec) or stuck
+        if self._restarts_left == 0 or reason:
+            if self._restarts_left:
+                self._reporter.line(f"no restart: {reason}")
+            return JobResult(shell_code(cause.code), failure, cause)
+        self._restarts_left -= 1
+        self.current = self.current.next()
+        self._reporter.restarted(
+            f"restart {budget - self._restarts_left} of {budget} after: {failure}",
+            attempt=self.current.number,
+            rank=cause.rank,
+            code=cause.code,
+            max_restarts=budget,
+            reason=failure,
+        )
+        if excluded is not None:
+            self._hosts.running = set()  # the ranks have ended
+            raise Interrupted(excluded)
+        return None
 
     async def stop(self, number: int) -> None:
-        """Stop the ranks of every host that can be reached with a signal, and note their exits."""
-        await self._hosts.stop(number, self._options.grace, self._add_exits)
+        """Stop the ranks of every host that can be reached with a signal, and record their exits."""
+        grace = self._options.spec.grace if self._begun is None else self._begun.grace
+        await self._hosts.stop(number, grace, self._add_exits)
         self._record_exits()
 
-    async def _attempt(self, hosts: list[Registration]) -> RankExit | None:
-        """Run the ranks once; return the root cause of a failure, or None if all ranks ended with code 0."""
-        self.exits = {}
+    async def _launch(self, hosts: list[Registration], begun: RunBegun) -> World:
+        """Start the ranks on all hosts."""
         if self._options.sizes.elastic and (newcomers := self._gatherer.newcomers()):
             raise Interrupted(_joined(newcomers[0]))
-        world = await self._world(hosts)
-        self._launched = self.number
+        world = await self._world(hosts, begun)
+        self.current = dataclasses.replace(self.current, launched=True, exits={})
         launched = dict([found async for found in self._hosts.ask(LaunchRanks(world), self._options.spec.host_timeout)])
         names = {host.replica: host.hostname for host in hosts}
         shown = [
@@ -150,10 +194,14 @@ class Attempts:
         ]
         text = f"ranks {world.size}/{world.size}"
         self._reporter.phase(
-            "ranks", text, attempt=self.number, log_attempt=world.log_attempt, count=world.size, hosts=shown
+            "ranks", text, attempt=world.attempt, log_attempt=world.log_attempt, count=world.size, hosts=shown
         )
         self._preflight.report_differences(hosts, {replica: answer.facts for replica, answer in launched.items()})
-        hanging = asyncio.ensure_future(self._hang_watch.run(self.number))
+        return world
+
+    async def _watch(self, world: World) -> RankExit | None:
+        """Wait for the end of the ranks, and end them after a failure; return its root cause, None if all succeeded."""
+        hanging = asyncio.ensure_future(self._hang_watch.run(world.attempt))
         ending = asyncio.ensure_future(self._end(world.size, hanging))
         try:
             await asyncio.wait([hanging, ending], return_when=asyncio.FIRST_COMPLETED)
@@ -179,8 +227,8 @@ class Attempts:
                         await self._add_early_failures(answers)
                     await self._stop_others(world_size)
                     # Ranks that had failed before the stop have reported their exits by now.
-                    cause = root_cause(self.exits.values())
-                    self._blame_hosts(cause)
+                    cause = root_cause(self.current.exits.values())
+                    self._raise_cause(cause)
                     return cause
             await self._report_of_stopped()
         finally:
@@ -202,9 +250,9 @@ class Attempts:
         await self.stop(signal.SIGTERM)
         rank = hang.ranks[0]
         # The exits of a host that was lost meanwhile are not known.
-        exited = self.exits.get(rank) or self._unknown_exit(rank, world, now)
+        exited = self.current.exits.get(rank) or self._unknown_exit(rank, world, now)
         cause = dataclasses.replace(exited, code=1, time=now, stopped_at=None, error=None, hang=hang.describe())
-        self.exits[rank] = cause
+        self.current.exits[rank] = cause
         self._reporter.report("failure", cause.describe(), rank=rank, failed_at=now)
         return cause
 
@@ -214,7 +262,7 @@ class Attempts:
         local_rank = rank - world.first_rank(replica)
         return RankExit(rank, local_rank, replica, hostname=name, pid=0, code=1, time=now)
 
-    async def _world(self, hosts: list[Registration]) -> World:
+    async def _world(self, hosts: list[Registration], begun: RunBegun) -> World:
         options = self._options
         opening = self._hosts.ask_own(
             OpenStore(options.store_bind, options.master_addr, len(hosts)), options.spec.host_timeout
@@ -223,15 +271,15 @@ class Attempts:
         imports = f"the import of {modules}, once for all ranks of a host" if modules else "the ranks' interpreters"
         store = await self._reporter.while_waiting(opening, lambda: imports)
         return World(
-            attempt=self.number,
-            log_attempt=options.first_log_attempt + self.number,
-            restart_count=self.number - self._uncounted,
+            attempt=self.current.number,
+            log_attempt=begun.first_log_attempt + self.current.number,
+            restart_count=self.current.restart_count,
             replicas=tuple(host.replica for host in hosts),
             local_world_sizes=tuple(host.nproc for host in hosts),
             master_addr=store.address,
             master_port=store.port,
             agent_store=store.served,
-            run_id=options.run_id,
+            run_id=begun.run_id,
         )
 
     async def _report_of_stopped(self) -> None:
@@ -239,7 +287,7 @@ class Attempts:
 
         The exits may arrive before the report.
         """
-        stopped = [rank_exit for rank_exit in self.exits.values() if rank_exit.stopped_at is not None]
+        stopped = [rank_exit for rank_exit in self.current.exits.values() if rank_exit.stopped_at is not None]
         if not stopped:
             return
         reason = f"host {stopped[0].replica} has stopped its ranks and not reported why: {stopped[0].describe()}"
@@ -251,10 +299,10 @@ class Attempts:
         stopping = asyncio.ensure_future(self.stop(signal.SIGTERM))
         try:
             await asyncio.wait([stopping], timeout=_NOTED_WITHIN)
-            if cause := root_cause(self.exits.values()):
+            if cause := root_cause(self.current.exits.values()):
                 self._reporter.report(
                     "failure",
-                    describe_failure(self.exits.values(), cause, world_size),
+                    describe_failure(self.current.exits.values(), cause, world_size),
                     rank=cause.rank,
                     failed_at=cause.failed_at,
                 )
@@ -264,42 +312,31 @@ class Attempts:
 
     def _record_exits(self) -> None:
         """Report the exits of the attempt's ranks as an event, once; nothing if its ranks have not started."""
-        if self.exits and self._launched == self.number != self._recorded:
-            self._recorded = self.number
-            cause = root_cause(self.exits.values())
-            shown = [
-                {
-                    "rank": rank_exit.rank,
-                    "code": rank_exit.code,
-                    "started": rank_exit.started,
-                    "ended": rank_exit.time,
-                    "grouped": rank_exit.grouped,
-                    "secondary": rank_exit.code != 0
-                    and (not rank_exit.failed or (rank_exit.is_collateral and rank_exit is not cause)),
-                }
-                for _, rank_exit in sorted(self.exits.items())
-            ]
-            text = f"the ranks of attempt {self.number + 1} have ended"
-            self._reporter.record("attempt_end", text, attempt=self.number, exits=shown)
+        attempt = self.current
+        if attempt.exits and attempt.launched and attempt.number != self._recorded:
+            self._recorded = attempt.number
+            exits = exit_records(attempt.exits, root_cause(attempt.exits.values()))
+            text = f"the ranks of attempt {attempt.number + 1} have ended"
+            self._reporter.record("attempt_end", text, attempt=attempt.number, exits=exits)
 
     def _add_exits(self, exited: Exits) -> None:
-        self.exits.update({rank_exit.rank: rank_exit for rank_exit in exited})
+        self.current.exits.update({rank_exit.rank: rank_exit for rank_exit in exited})
 
-    def _blame_host_of(self, cause: RankExit, failure: str) -> HostExcluded | None:
+    def _count_failure(self, cause: RankExit, failure: str) -> HostExcluded | None:
         """Count a failure of the ranks for the host of its root cause; return the event that excludes the host.
 
         A failure that all hosts share is not counted: another host would not help.
         """
-        alike = failed_alike(self.exits.values(), cause)
-        if {self.exits[rank].replica for rank in alike} == {host.replica for host in self._hosts.present}:
+        alike = failed_alike(self.current.exits.values(), cause)
+        if {self.current.exits[rank].replica for rank in alike} == {host.replica for host in self._hosts.present}:
             return None
         host = next(
             (registration for registration in self._hosts.present if registration.replica == cause.replica), None
         )
         return self._gatherer.blame(host, failure) if host is not None else None
 
-    def _blame_hosts(self, cause: RankExit | None) -> None:
-        """Raise the pending event that may have caused the ranks' failure, if there is one.
+    def _raise_cause(self, cause: RankExit | None) -> None:
+        """Raise the pending event that may have caused the failure of a rank, if there is one.
 
         Ranks may notice the loss of a host before the controller does.
         """

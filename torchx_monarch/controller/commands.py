@@ -14,12 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 from torchx_monarch.controller.elastic import listed
 from torchx_monarch.controller.host_events import HostEvent, HostLost, HostPreempted, Interrupted, StopRequested
-from torchx_monarch.controller.host_messages import AnswerT, Exits, HostError, LaunchRanks, Request, WatchRanks
+from torchx_monarch.controller.host_messages import Exits, HostError, LaunchRanks, WatchRanks
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.model.host_facts import Registration
@@ -29,6 +27,7 @@ from torchx_monarch.model.job_result import (
     RankExit,
     describe_failure,
     describe_others,
+    exit_records,
     root_cause,
     shell_code,
 )
@@ -41,9 +40,6 @@ class CommandController:
     Attributes:
         ends_role: whether the result is that of the role; else of replica 0 alone, and the other commands go on.
     """
-
-    ends_with_mesh = False
-    in_use: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def __init__(self, rendezvous: Rendezvous, hosts: JobHosts) -> None:
         self.ends_role = True
@@ -126,23 +122,16 @@ class CommandController:
         """Start the command of a host unless it runs, and wait for its end. The loss of the host is an event."""
         replica = host.replica
         with contextlib.suppress(HostError):
-            world = World(0, 0, 0, (replica,), (1,), "", 0, False, self._hosts.options.run_id)
-            self._pids[replica] = (await self._ask(LaunchRanks(world), host)).pids
+            world = World(0, 0, 0, (replica,), (1,), "", 0, False, self._spec.app)
+            self._pids[replica] = (await self._hosts.ask_host(LaunchRanks(world), host)).pids
             self._report_start()
-            for ended in await self._ask(WatchRanks(), host):
+            for ended in await self._hosts.ask_host(WatchRanks(), host):
                 if ended.stopped_at is None or ended.failed:  # else its host reports why it has stopped it
                     self._exits[replica] = ended
                     self._failures += [ended] if ended.code else []
                     if replica == 0 and self._registry.expected:
                         self._deadline = self._clock() + self._spec.host_timeout
             self._registry.notify()
-
-    async def _ask(self, request: Request[AnswerT], host: Registration) -> AnswerT:
-        with self._hosts.call(request, hosts=[host]) as call:
-            _, answer = await call.next()
-        if isinstance(answer, HostError):
-            raise answer
-        return answer
 
     def _report_start(self) -> None:
         """Report that the commands of all replicas have started, once until one of them starts again."""
@@ -245,17 +234,9 @@ class CommandController:
             self._exits.update({ended.replica: ended for ended in exits})
 
         self._rendezvous.end()
-        await self._hosts.stop(number, self._hosts.options.grace, add)
+        await self._hosts.stop(number, self._spec.grace, add)
 
     def _record_exits(self, cause: RankExit | None) -> None:
-        shown = [
-            {
-                "rank": ended.rank,
-                "code": ended.code,
-                "started": ended.started,
-                "ended": ended.time,
-                "secondary": ended.code != 0 and not ended.failed and ended is not cause,
-            }
-            for _, ended in sorted(self._exits.items())
-        ]
-        self._reporter.record("attempt_end", "the commands have ended", attempt=0, exits=shown)
+        self._reporter.record(
+            "attempt_end", "the commands have ended", attempt=0, exits=exit_records(self._exits, cause)
+        )

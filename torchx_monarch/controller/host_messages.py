@@ -160,27 +160,38 @@ class TakeFacts(Request[HostFacts]):
 
 @dataclasses.dataclass(frozen=True)
 class RunBegun:
-    """What a host knows of a run that it has prepared for, the same on all hosts but for the number of its ranks."""
+    """What a host knows of a run that it has prepared for, the same on all hosts but for the number of its ranks.
+
+    ``first_log_attempt`` is the number of the first attempt's log folders.
+    """
 
     nproc: int
     run_id: str
     max_restarts: int
     grace: float
+    first_log_attempt: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class BeginRun(Request[RunBegun]):
-    """Prepare for a run on a live allocation; a repetition for the same run changes nothing."""
+    """Prepare for a run; without fields, for that of a batch job. A repetition for the same run changes nothing."""
 
-    number: int
-    token: str
+    number: int = 0
+    token: str = ""
     """Identifies the run even after a restart of replica 0."""
-    request: RunRequest
+    request: RunRequest = RunRequest(None, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadOutput(Request[str]):
+    """Wait for output of a run on the host, and return it as records, JSON lines; nothing after the last."""
+
+    token: str
 
 
 @dataclasses.dataclass(frozen=True)
 class FinishRun(Request[None]):
-    """End the run and all its processes, send its last output, and prepare for the next run."""
+    """End the run and all its processes, and prepare for the next run."""
 
     token: str
 
@@ -230,20 +241,16 @@ class SignalReceived:
     announced: bool | None
 
 
-@dataclasses.dataclass(frozen=True)
-class RunOutput:
-    """Report records, JSON lines, of a run on a live allocation."""
-
-    token: str
-    records: str
-
-
-Report: TypeAlias = SignalReceived | RunOutput
 Handler: TypeAlias = Callable[[Request[Any]], Awaitable[Any]]
 """Executes a request and returns its answer; it raises nothing but ``HostRefused``."""
 
 _REQUESTS = {request.__name__: request for request in Request.__subclasses__()}
-_REPORTS: dict[object, type[Report]] = {report.__name__: report for report in get_args(Report)}
+
+
+def encode_request(number: int, request: Request[Any]) -> bytes:
+    """Return the message of a request; raise ``ProtocolError`` if it is too long."""
+    fields = {"name": type(request).__name__, "fields": request}
+    return messages.encode({"type": "request", "id": number, **fields})
 
 
 def decode_request(message: messages.Message) -> Request[Any]:
@@ -254,10 +261,10 @@ def decode_request(message: messages.Message) -> Request[Any]:
     return decode(_REQUESTS[name], message.get("fields"), name)
 
 
-def decode_report(message: Mapping[str, Any]) -> Report | None:
-    """Return the report of a message, whose type is its name; None if it is no report, but a heartbeat."""
-    kind = message.get("type")
-    return decode(_REPORTS[kind], message, str(kind)) if isinstance(kind, str) and kind in _REPORTS else None
+def decode_report(message: Mapping[str, Any]) -> SignalReceived | None:
+    """Return the report of a message, whose type is its name; None if it is no report."""
+    name = SignalReceived.__name__
+    return decode(SignalReceived, message, name) if message.get("type") == name else None
 
 
 class HostCall(Generic[AnswerT]):
@@ -276,6 +283,13 @@ class HostCall(Generic[AnswerT]):
         """Return the next answer or error, with the host's replica; ``asyncio.TimeoutError`` if it comes too late."""
         left = None if self._until is None else self._until - asyncio.get_running_loop().time()
         return await asyncio.wait_for(self.answers.get(), left)
+
+    async def answer(self) -> AnswerT:
+        """Return the next answer; raise the ``HostError`` that has come instead."""
+        _, answer = await self.next()
+        if isinstance(answer, HostError):
+            raise answer
+        return answer
 
     def put(self, replica: int, answer: AnswerT | HostError) -> None:
         """Add the answer of a host, unless it has answered before."""
@@ -313,14 +327,17 @@ class HostRequests:
     ) -> HostCall[AnswerT]:
         """Send a request to hosts but the local one, and do not wait: a host that reads slowly delays no other."""
         call = HostCall(next(self._numbers), request, replicas, timeout)
-        fields = {"name": type(request).__name__, "fields": request}
-        data = messages.encode({"type": "request", "id": call.number, **fields})
+        data, failure = b"", "it is not connected"
+        try:
+            data = encode_request(call.number, request)
+        except messages.ProtocolError as error:
+            failure = str(error)
         self._calls[call.number] = call
         for replica in call.waiting - {local}:
-            if replica in self._writers:
+            if data and replica in self._writers:
                 self._writers[replica].write(data)
             else:
-                call.put(replica, HostError(f"host {replica} is not connected"))
+                call.put(replica, HostError(f"host {replica} cannot be asked: {failure}"))
         return call
 
     def end(self, call: HostCall[Any]) -> None:

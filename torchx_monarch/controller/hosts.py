@@ -35,7 +35,6 @@ class JobOptions:
     """The options of a job that its controller needs.
 
     Attributes:
-        first_log_attempt: number of the first attempt's log folders.
         master_addr: address by which ranks dial rank 0, unless the user names one.
         store_bind: local address on which rank 0's store listens, unless the user names one; empty for all.
         report_timeout: seconds to wait for a host's own report after it has refused a request.
@@ -43,10 +42,6 @@ class JobOptions:
 
     spec: HostSpec
     sizes: NodeRange
-    run_id: str
-    grace: float
-    max_restarts: int = 0
-    first_log_attempt: int = 0
     master_addr: str = ""
     store_bind: str = ""
     report_timeout: float = 1.0
@@ -97,6 +92,11 @@ class JobHosts:
         """Send a request to replica 0's own host alone, and return the answer (see ``ask``)."""
         return [answer async for _, answer in self.ask(request, timeout, self.present[:1])][0]
 
+    async def ask_host(self, request: Request[AnswerT], host: Registration) -> AnswerT:
+        """Send a request to one host and return the answer, whatever events are pending; raise its ``HostError``."""
+        with self.call(request, hosts=[host]) as call:
+            return await call.answer()
+
     async def ask(
         self, request: Request[AnswerT], timeout: float | None = None, hosts: Sequence[Registration] | None = None
     ) -> AsyncIterator[tuple[int, AnswerT]]:
@@ -130,14 +130,8 @@ class JobHosts:
         """
         if not self.formed.is_set():
             raise HostError("the hosts are not together")
-        answers: list[AnswerT] = []
         with self.call(request) as call:
-            for _ in self.present:
-                _, answer = await call.next()
-                if isinstance(answer, HostError):
-                    raise answer
-                answers.append(answer)
-        return answers
+            return [await call.answer() for _ in self.present]
 
     async def collect(self, request: Request[AnswerT], timeout: float) -> tuple[dict[int, AnswerT], dict[int, str]]:
         """Send a request to every host; return the answers, and why a host has not answered, by replica."""

@@ -11,11 +11,11 @@ host or alone: the client is to attach again before it uses the hosts anew.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from importlib import metadata
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from torchx_monarch.controller.host_events import StopRequested
 from torchx_monarch.controller.host_messages import GetWorkerLoop, HostCall, RunWorkerLoop, WorkerLoopEnded
@@ -24,6 +24,9 @@ from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Peer, RendezvousError
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
+
+if TYPE_CHECKING:
+    from torchx_monarch.controller.run_queue import RunQueue
 
 _MAX_NAMES = 1000
 """Most names in a client's certificate: those of its interfaces, of which a machine with containers has many, and its
@@ -42,30 +45,18 @@ Member: TypeAlias = tuple[Registration, str]
 """A host, and the address of its worker loop."""
 
 
-class MeshUser(Protocol):
-    """What runs on the hosts while clients are attached.
-
-    Attributes:
-        ends_with_mesh: whether a Monarch client that shuts the host mesh down ends it.
-    """
-
-    ends_with_mesh: bool
-
-    def in_use(self) -> AbstractContextManager[None]:
-        """Return a context within which the hosts do not count as idle."""
-
-
 class MeshClients:
     """Serve the greeting ``attach`` (see ``Rendezvous.clients``). Each client gets worker loops of its own.
 
-    The hosts do not count as idle while a client is attached.
+    Hosts with a queue of runs do not count as idle while a client is attached.
     """
 
-    def __init__(self, hosts: JobHosts, network: HostNetwork, credentials: str, session: MeshUser) -> None:
+    def __init__(self, hosts: JobHosts, network: HostNetwork, credentials: str, queue: RunQueue | None = None) -> None:
         self._hosts = hosts
         self._network = network
         self._credentials = credentials
-        self._session = session
+        self._queue = queue
+        self._ends_hosts = queue is not None and queue.ends_with_mesh
 
     async def serve(self, peer: Peer) -> None:
         """Attach a client until its connection or the worker loops end."""
@@ -88,7 +79,7 @@ class MeshClients:
     async def _attach(self, leaf: dict[str, str] | None, peer: Peer) -> None:
         await self._hosts.formed.wait()
         await peer.send({"type": "attaching"})
-        with self._session.in_use():
+        with self._queue.in_use() if self._queue is not None else contextlib.nullcontext():
             while True:
                 reformed, token = self._hosts.reformed, secrets.token_hex(8)
                 # The end of this request ends the worker loops, also where replica 0 is lost.
@@ -110,7 +101,7 @@ class MeshClients:
             await asyncio.shield(ended)
         finally:
             self._hosts.reporter.line("a Monarch client has detached")
-            if self._session.ends_with_mesh:
+            if self._ends_hosts:
                 await asyncio.wait([ended], timeout=_SHUT_DOWN_WITHIN)
             ended.cancel()
 
@@ -139,5 +130,5 @@ class MeshClients:
                 self._hosts.reporter.line(f"the worker loop of host {replica} {answer.reason}")
                 shut_down |= answer.shut_down
             await peer.send({"type": "changed"})
-        if shut_down and self._session.ends_with_mesh:
+        if shut_down and self._ends_hosts:
             self._hosts.events.post(StopRequested(0, JobResult(0, "the mesh was shut down by its client")))

@@ -37,7 +37,7 @@ from torchx_monarch.controller.host_events import (
     StopRequested,
     signalled,
 )
-from torchx_monarch.controller.host_messages import HostRequests, RunOutput, SignalReceived, decode_report
+from torchx_monarch.controller.host_messages import HostRequests, SignalReceived, decode_report
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_facts import Registration
@@ -112,7 +112,6 @@ class Rendezvous:
     Attributes:
         clients: handlers of client greetings, by kind. The handler owns the connection until it returns; its
             ``RendezvousError`` refuses the client.
-        on_output: called with a host and the output of its ranks, on a live allocation.
 
     Args:
         fewest: minimum number of hosts that the job needs; None for all.
@@ -125,7 +124,6 @@ class Rendezvous:
         self.events = HostEvents()
         self.hosts = HostRegistry(network.options.replicas)
         self.clients: dict[str, Serve] = {"look": self._look, "stop": self._stop}
-        self.on_output: Callable[[Registration, RunOutput], None] = lambda host, output: None
         self._network = network
         self._replicas = network.options.replicas
         self._fewest = self._replicas if fewest is None else fewest
@@ -334,8 +332,6 @@ class Rendezvous:
                     self.events.post(event)
             if message.get("type") == "answer" and is_current:
                 self.requests.receive(host.replica, message)
-            if isinstance(report, RunOutput):
-                self.on_output(host, report)
             if message.get("type") == "alive" and is_current:
                 await messages.send(writer, {"type": "alive"})
         if host.replica in self._silent:

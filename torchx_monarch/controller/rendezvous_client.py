@@ -8,7 +8,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from torchx_monarch.controller.host_messages import Handler, HostRefused, Report, decode_request
+from torchx_monarch.controller.host_messages import Handler, HostRefused, SignalReceived, decode_request
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.model.codec import DecodeError, decode
@@ -109,7 +109,7 @@ class RendezvousClient:
         answer, reader, writer = await joining
         return cls(reader, writer, str(answer.get("name"))[:200], network.options.lease)
 
-    async def report(self, report: Report) -> None:
+    async def report(self, report: SignalReceived) -> None:
         await messages.send(self._writer, {"type": type(report).__name__, **vars(report)})
 
     async def result(self, handler: Handler) -> JobResult | None:

@@ -24,15 +24,21 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchx_monarch.command.allocation_spec import AllocationSpec
-from torchx_monarch.controller.attempts import Attempts
-from torchx_monarch.controller.controller import Session
+from torchx_monarch.controller.attempts import Attempt
 from torchx_monarch.controller.host_events import Interrupted, RunEndRequested, StopRequested, concerns_hosts
-from torchx_monarch.controller.host_messages import BeginRun, FinishRun, HostError, HostRefused, RunOutput, StopRanks
-from torchx_monarch.controller.hosts import JobHosts, JobOptions
+from torchx_monarch.controller.host_messages import (
+    BeginRun,
+    FinishRun,
+    HostError,
+    ReadOutput,
+    StopRanks,
+    encode_request,
+)
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Peer, Rendezvous, RendezvousError, Serve
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.host_facts import Registration
@@ -46,6 +52,12 @@ TIMED_OUT = 124
 
 _MAX_RUNS = 1000
 """Number of runs that replica 0 remembers; each takes some kilobytes."""
+
+_MAX_QUEUED = 1000
+"""Number of runs that may wait."""
+
+_MAX_NUMBER = (1 << 63) - 1
+"""A number of a request that is longer than any."""
 
 _FINISH_TIMEOUT = 30.0
 """Seconds for the hosts to send the last output of a run and to prepare for the next run."""
@@ -62,20 +74,29 @@ class Run:
     """One run. Its times are in seconds since the epoch, 0 before the hosts have started or ended it, as its ranks.
 
     Attributes:
+        folder: that of its log, and of its ranks' logs unless it names another.
         token: identifies the run on the hosts, even after a restart of this replica 0.
+        run_log: its log, which is opened when it begins; None before, and if it ends before.
+        opened: set when its log is open, or the run has ended.
         ending: result of the run after a request to end it; None without such a request.
     """
 
     number: int
     request: RunRequest
-    run_log: RunLog
-    token: str
+    folder: str = ""
+    token: str = dataclasses.field(default_factory=lambda: os.urandom(8).hex())
+    run_log: RunLog | None = None
+    opened: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     submitted: float = dataclasses.field(default_factory=time.time)
     started: float = 0.0
     ended: float = 0.0
     result: JobResult | None = None
     ending: JobResult | None = None
     ranks: int = 0
+
+    def append(self, record: dict[str, Any]) -> None:
+        if self.run_log is not None:
+            self.run_log.append(record)
 
     @property
     def state(self) -> str:
@@ -85,7 +106,7 @@ class Run:
 
     @property
     def last_record(self) -> dict[str, Any] | None:
-        """The last record of its log; None before the end."""
+        """The last record for its clients; None before the end."""
         if self.result is None:
             return None
         return {
@@ -128,19 +149,19 @@ class Run:
         }
 
 
-class RunQueue(Session):
+class RunQueue:
     """The runs of an allocation, on replica 0; ``current`` is the one that its hosts execute."""
 
     def __init__(
         self,
         hosts: JobHosts,
-        new_attempts: Callable[[], Attempts],
         rendezvous: Rendezvous,
         allocation: AllocationSpec,
         log_dir: str,
         is_warm: Callable[[], bool],
     ) -> None:
-        super().__init__(hosts, new_attempts)
+        self.hosts = hosts
+        self._events = hosts.events
         self.current: Run | None = None
         self.idle_timeout = allocation.idle_timeout
         self.ends_with_mesh = allocation.ends_with_mesh
@@ -159,8 +180,8 @@ class RunQueue(Session):
         self._wake = asyncio.Event()
         self._result: JobResult | None = None
         self._feeding = set[asyncio.Task[Any]]()
+        self._readers: dict[int, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        rendezvous.on_output = self._output
         for kind, handler in {
             "look": self._look,
             "stop": self._stop,
@@ -173,12 +194,9 @@ class RunQueue(Session):
 
     # -- for the controller --------------------------------------------------------------------------------------------
 
-    @property
-    def running(self) -> bool:
-        return self.current is not None
-
     async def next_run(self) -> JobResult | None:
-        while not self._queue:
+        """Wait for a run and make it the current one; return a result if the allocation ends for lack of runs."""
+        while not (run := self._open_next()):
             counts = self.idle_timeout and not self._users
             left = self._busy_at + self.idle_timeout - time.monotonic() if counts else None
             if left is not None and left <= 0:
@@ -187,48 +205,75 @@ class RunQueue(Session):
             self._wake.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), left)
-        self.current = run = self._queue.popleft()
-        run.started = time.time()
+        self.current, run.started = run, time.time()
         if run.request.timeout is not None:
             reason = f"run {run.number} was ended by its timeout of {run.request.timeout:g} s"
             result = JobResult(TIMED_OUT, reason, stopped=True)
             self._timer = asyncio.get_running_loop().call_later(run.request.timeout, self.end_run, run, result)
-        self._reporter.echo = lambda text: run.run_log.append({"type": "phase", "text": text})
+        self._reporter.echo = lambda text: run.append({"type": "phase", "text": text})
         self._reporter.report("run", f"run {run.number}: {run.request.shown}", run=run.number)
         return None
 
-    async def begin(self, hosts: list[Registration]) -> tuple[JobOptions, list[Registration]]:
+    def _open_next(self) -> Run | None:
+        """Take the oldest run of the queue whose log can be opened, and open it."""
+        while self._queue:
+            run = self._queue.popleft()
+            try:
+                run.run_log = RunLog(os.path.join(run.folder, "journal.jsonl"))
+            except OSError as error:
+                self._end(run, JobResult(1, f"the run's log cannot be made: {error.strerror}: {error.filename}"))
+                continue
+            run.append({"type": "run", **run.to_json()})
+            run.opened.set()
+            return run
+        return None
+
+    def begin(self) -> BeginRun:
+        """Return the request with which hosts begin the current run."""
+        assert self.current is not None
+        return BeginRun(self.current.number, self.current.token, self.current.request)
+
+    def begun(self, hosts: list[Registration]) -> None:
+        """Read the output of the current run from these hosts, which have begun it."""
         run = self.current
         assert run is not None
-        begun = dict([found async for found in self.hosts.ask(BeginRun(run.number, run.token, run.request))])
-        run.ranks = sum(answer.nproc for answer in begun.values())
-        first = begun[0]
-        options = dataclasses.replace(
-            self.hosts.options, run_id=first.run_id, max_restarts=first.max_restarts, grace=first.grace
-        )
-        return options, [dataclasses.replace(host, nproc=begun[host.replica].nproc) for host in hosts]
+        run.ranks = sum(host.nproc for host in hosts)
+        for host in hosts:
+            if host.replica not in self._readers or self._readers[host.replica].done():
+                self._readers[host.replica] = asyncio.ensure_future(self._read_output(run, host))
 
-    async def refused(self, refusal: HostRefused) -> JobResult:
-        return JobResult(refusal.code, str(refusal))
+    async def _read_output(self, run: Run, host: Registration) -> None:
+        """Add the output of a run on one host to its log, no faster than that is written."""
+        assert run.run_log is not None
+        with contextlib.suppress(HostError):  # its loss is an event
+            while records := await self.hosts.ask_host(ReadOutput(run.token), host):
+                run.run_log.append_lines(records.encode())
+                await run.run_log.room()
 
-    async def finish(self, attempts: Attempts, result: JobResult) -> None:
+    async def _finish_hosts(self, run: Run) -> None:
+        await self.hosts.broadcast(FinishRun(run.token))
+        await asyncio.gather(*self._readers.values())
+
+    async def finish(self, attempt: Attempt, result: JobResult) -> None:
         """Collect the last output of the current run, prepare the hosts for the next run, and report the result."""
         run = self.current
         assert run is not None
         word = "STOPPED" if result.stopped else "FAILED" if result.code else "SUCCEEDED"
         within = _FINISH_TIMEOUT + (VALUES_TIMEOUT if run.request.function else 0.0)
-        finishing = asyncio.wait_for(self.hosts.broadcast(FinishRun(run.token)), within)
         try:
-            await self._events.interrupt(finishing, concerns_hosts)  # a host sends its output before its answer
+            await self._events.interrupt(asyncio.wait_for(self._finish_hosts(run), within), concerns_hosts)
         except Interrupted:
             pass  # the hosts are not together any more, or the session ends: the next wait handles the event
         except (HostError, asyncio.TimeoutError) as error:
             # The loss of a host is reported by a host event.
             self._reporter.line(f"some output of run {run.number} may be missing: {error or 'it did not come in time'}")
+        for reader in self._readers.values():
+            reader.cancel()
+        self._readers.clear()
         self._reporter.echo = None
-        exits = [{"type": "exit", "exit": vars(attempts.exits[rank])} for rank in sorted(attempts.exits)]
+        exits = [{"type": "exit", "exit": vars(attempt.exits[rank])} for rank in sorted(attempt.exits)]
         self._reporter.report("run_end", f"run {run.number} {word}: {result.reason}", run=run.number, code=result.code)
-        self._end(run, result, [{"type": "attempts", "count": attempts.number + 1}, *exits])
+        self._end(run, result, [{"type": "attempts", "count": attempt.number + 1}, *exits])
 
     async def close(self, result: JobResult) -> None:
         """End all runs because the hosts end, and wait until the clients have received the last records."""
@@ -236,7 +281,7 @@ class RunQueue(Session):
         self._result = result
         reason = f"the hosts have ended: {result.reason}"
         for run in self._unended():
-            self._end(run, JobResult(result.code or 1, reason, stopped=result.stopped), [])
+            self._end(run, JobResult(result.code or 1, reason, stopped=result.stopped))
         self._queue.clear()
         if self._feeding:
             await asyncio.wait(self._feeding, timeout=_CLOSE_TIMEOUT)
@@ -251,12 +296,14 @@ class RunQueue(Session):
             self._users -= 1
             self.touch()
 
-    def _end(self, run: Run, result: JobResult, records: list[dict[str, Any]]) -> None:
+    def _end(self, run: Run, result: JobResult, records: Sequence[dict[str, Any]] = ()) -> None:
         run.result, run.ended = result, time.time()
         run.request = dataclasses.replace(run.request, function="")  # megabytes, for each run that is remembered
         for record in (*records, run.last_record or {}):
-            run.run_log.append(record)
-        run.run_log.close()
+            run.append(record)
+        if run.run_log is not None:
+            run.run_log.close()
+        run.opened.set()
         self._ended.append(run)
         if run is self.current:
             if self._timer is not None:
@@ -265,11 +312,6 @@ class RunQueue(Session):
             self.current = None
             self._count += 1
         self._busy_at = time.monotonic()
-
-    def _output(self, host: Registration, output: RunOutput) -> None:
-        if self.current is not None and output.token == self.current.token:
-            for line in output.records.splitlines():
-                self.current.run_log.append_line(line.encode() + b"\n")
 
     # -- for clients ---------------------------------------------------------------------------------------------------
 
@@ -282,7 +324,7 @@ class RunQueue(Session):
         """End a run, unless it has ended: remove it from the queue, or have the controller stop its ranks."""
         if run in self._queue:
             self._queue.remove(run)
-            self._end(run, result, [])
+            self._end(run, result)
         elif run is self.current:
             run.ending = run.ending or result
             self._events.post(RunEndRequested(0, run.ending, number))
@@ -327,14 +369,19 @@ class RunQueue(Session):
             raise RendezvousError(
                 f"{before.describe()} has these hosts; queue this one (--queue, queue=True), or end that: {end}"
             )
+        if len(self._queue) >= _MAX_QUEUED:
+            raise RendezvousError(f"{_MAX_QUEUED} runs wait for these hosts already, and no more may")
         number = self._number + 1
+        folder = os.path.join(self._log_dir, f"run_{number}")
+        run = Run(number, request.shown_as(self._default_command), folder)
         try:
-            run_log = RunLog(os.path.join(self._log_dir, f"run_{number}", "journal.jsonl"))
+            encode_request(_MAX_NUMBER, BeginRun(number, run.token, run.request))
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        except messages.ProtocolError as error:
+            raise RendezvousError(f"the command, environment and function of the run are too large: {error}") from None
         except OSError as error:
             raise RendezvousError(f"the run's folder cannot be made: {error.strerror}: {error.filename}") from None
         self._number = number
-        run = Run(number, request.shown_as(self._default_command), run_log, os.urandom(8).hex())
-        run_log.append({"type": "run", **run.to_json()})
         self._queue.append(run)
         self._wake.set()
         return run
@@ -363,11 +410,14 @@ class RunQueue(Session):
     async def _feed(self, run: Run, wait: bool, peer: Peer) -> None:
         last = b""
         with contextlib.suppress(OSError, RuntimeError):
-            async for lines in run.run_log.follow(wait):
-                last = lines[-1]
-                peer.writer.write(b"".join(lines))
-                await peer.writer.drain()
-            # The log lacks its last record if the disk was full.
+            if wait:
+                await run.opened.wait()
+            if run.run_log is not None:
+                async for lines in run.run_log.follow(wait):
+                    last = lines[-1]
+                    peer.writer.write(b"".join(lines))
+                    await peer.writer.drain()
+            # There is no log if the run has not begun, and it lacks its last record if the disk was full.
             if run.last_record is not None and not last.startswith(b'{"type":"result"'):
                 await peer.send(run.last_record)
 

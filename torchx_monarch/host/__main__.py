@@ -38,9 +38,9 @@ def main(argv: list[str]) -> NoReturn:
         from torchx_monarch.host.ranks import zygote_process
 
         early = zygote_process.start_early(options, os.environ)
-        from torchx_monarch.host.rank_runs import choose_runs
+        from torchx_monarch.host.rank_runs import RankRuns
 
-        choose = functools.partial(choose_runs, early=early)
+        choose = functools.partial(RankRuns, early=early)
     from torchx_monarch.host.host_process import HostProcess
 
     gc.enable()

@@ -12,8 +12,7 @@ from torchx_monarch.controller import host_messages
 from torchx_monarch.controller.commands import CommandController
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.hosts import JobHosts, JobOptions
-from torchx_monarch.controller.rendezvous import Peer, Rendezvous, RendezvousError
+from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.host.command_process import StartedCommand, command_environ, start_command
 from torchx_monarch.host.follower import Follower
@@ -21,7 +20,6 @@ from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.process_pool import ProcessPool
 from torchx_monarch.host.ranks.rank_process import Rank, RankProcess
 from torchx_monarch.host.workload import Workload
-from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult, RankExit, shell_code
 from torchx_monarch.model.world import LaunchError
@@ -119,24 +117,9 @@ class CommandRun(Workload):
         return NodeRange(options.min_replicas or options.replicas, options.replicas, options.host_timeout)
 
     def controller(self, rendezvous: Rendezvous, network: HostNetwork) -> CommandController:
-        host = self._host
-        options = JobOptions(host.options, self.sizes, host.options.app, host.grace)
-        hosts = JobHosts(options, rendezvous.requests, rendezvous.events, host.reporter, self.handle)
-        host.connector = rendezvous.connect
-        controller = CommandController(rendezvous, hosts)
-
-        async def answer(peer: Peer) -> None:
-            from torchx_monarch.controller.rank_clients import HostQueries
-
-            await getattr(HostQueries(hosts), str(peer.greeting["type"]))(peer)
-
-        async def attach(peer: Peer) -> None:
-            from torchx_monarch.controller.mesh_clients import MeshClients
-
-            await MeshClients(hosts, network, host.environ.get(CREDENTIALS, ""), controller).serve(peer)
-
-        rendezvous.clients.update(stacks=answer, profile=answer, samples=answer, events=answer, attach=attach)
-        return controller
+        hosts = self._job_hosts(rendezvous, network)
+        self._serve_clients(rendezvous, network, hosts)
+        return CommandController(rendezvous, hosts)
 
     def follower(self, network: HostNetwork) -> Follower:
         kind = Follower if self._host.options.starts == "together" else CommandFollower

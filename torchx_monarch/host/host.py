@@ -9,7 +9,7 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from torchx_monarch.controller.host_messages import Report
+from torchx_monarch.controller.host_messages import SignalReceived
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.env_names import INTERFACE
 from torchx_monarch.model.host_spec import HostSpec
@@ -44,7 +44,7 @@ class Host:
     reporter: Reporter
     sockets: str = ""
     grace: float = 0.0
-    report: Callable[[Report], Coroutine[Any, Any, None]] | None = None
+    report: Callable[[SignalReceived], Coroutine[Any, Any, None]] | None = None
     connector: Callable[[messages.Message], Awaitable[Streams]] | None = None
 
     @property
@@ -67,11 +67,6 @@ class Host:
         if self.connector is None:
             raise ConnectError("this host has not registered")
         return await self.connector(greeting)
-
-    def run_id(self, command: Command | None) -> str:
-        """Return TORCHELASTIC_RUN_ID: torchrun's ``--rdzv-id``, else the app's id (torchrun: a random id or none)."""
-        given = command.options.rdzv_id if command else "none"
-        return given if given != "none" else self.options.app
 
     def settle_addresses(self, run_dir: str, command: Command | None) -> tuple[Address, str]:
         """Return where replica 0 listens, and by which name or address the other hosts dial this one.

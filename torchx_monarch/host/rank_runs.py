@@ -1,27 +1,34 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The runs of ranks on a host: the one of a batch job, ``BatchRun``, or those of ``live_runs.LiveRuns``."""
+"""The runs of ranks on a host: the one of a batch job, or those of a live allocation, one after the other.
+
+A batch job prepares for its run when the host starts. What only live allocations need is imported when one does.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
+import dataclasses
 import functools
 import os
 import shlex
-from collections.abc import Callable
-from typing import Any
+import shutil
+import signal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from torchx_monarch.command.allocation_spec import parse_script
-from torchx_monarch.command.command import Command, CommandError, check, parse
-from torchx_monarch.command.torchrun_options import unused_options
+from torchx_monarch.command.allocation_spec import AllocationSpec, parse_script, run_command, with_program
+from torchx_monarch.command.command import Command, CommandError, Program, check, parse
+from torchx_monarch.command.torchrun_options import DEFAULTS, unused_options
 from torchx_monarch.controller import host_messages
 from torchx_monarch.controller.attempts import Attempts
-from torchx_monarch.controller.controller import Controller, Session
+from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.hosts import JobHosts, JobOptions
-from torchx_monarch.controller.mesh_clients import MeshClients
-from torchx_monarch.controller.rank_clients import DebugSessions, HostQueries
+from torchx_monarch.controller.hosts import JobHosts
+from torchx_monarch.controller.rank_clients import DebugSessions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.preflight import take_facts
@@ -29,41 +36,95 @@ from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.rank_logs import RankLogs
 from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.host.ranks.rank_starter import RankStarter
+from torchx_monarch.host.ranks.run_output import RunOutput, read_values
 from torchx_monarch.host.ranks.run_spec import RunSpec, env_number, with_interpreter
 from torchx_monarch.host.ranks.timers import ENABLED, FILE
 from torchx_monarch.host.ranks.zygote import Zygotes
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
 from torchx_monarch.host.worker_loops import RankRelay
 from torchx_monarch.host.workload import Workload
-from torchx_monarch.insight.run_log import RunLog
-from torchx_monarch.model.env_names import BATCH_JOB, CREDENTIALS
+from torchx_monarch.model.env_names import BATCH_JOB
+from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.system import safe_files
+
+if TYPE_CHECKING:
+    from torchx_monarch.controller.run_queue import RunQueue
+    from torchx_monarch.host.code_distribution import HostCode
 
 
 class RankRuns(Workload):
-    """The runs of ranks on a host; ``pool`` are the ranks of the present one."""
+    """The runs of ranks on a host; ``pool`` are the ranks of the present one.
+
+    The script of a Monarch controller (``command.actors``) is a batch job whose only rank is on the first host.
+    """
 
     def __init__(self, host: Host, early: ZygoteProcess | None = None) -> None:
         super().__init__(host)
         self.pool: RankPool | None = None
         self._zygotes = Zygotes(host.reporter.line, early)
         self._recorders: FlightRecorders | None = None
+        self._allocation: AllocationSpec | None = None
+        self._script: Command | None = None
+        self._restarts = 0
+        # The controller gives up a request when a host is lost, and sends the next while the first is still executed.
+        self._changing = asyncio.Lock()
+        # The token of the present run, and the answer to its request.
+        self._begun: tuple[str, host_messages.RunBegun] | None = None
+        self._output: RunOutput | None = None
+        self._function_file = ""  # of the present run; empty if its program is no function
+        self._code: HostCode | None = None
+
+    def parse(self) -> None:
+        host, options = self._host, self._host.options
+        command = parse(options.command, host.environ)
+        if command is None:
+            raise CommandError(f"not a torchrun or Python command: {shlex.join(options.command)}")
+        host.grace = env_number(host.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", options.grace)
+        if command.kind == "hosts":
+            self._allocation = AllocationSpec.from_command(command, host.environ, options.world)
+            self.listens = True
+            return
+        if command.kind == "actors":
+            command = self._script = parse_script(command, host.environ)
+            host.environ[BATCH_JOB] = "1"
+        check(command, replicas=options.world, role=options.role)
+        typed = command.interpreter
+        command = self.command = with_interpreter(command, options, host.environ, os.getcwd())
+        if command.options.shutdown_timeout is not None:
+            host.grace = float(command.options.shutdown_timeout)
+        self._restarts = int(env_number(host.environ, "MONARCH_RESTART", 0))
+        if self._script is None or options.replica == 0:
+            check_script(command, os.getcwd())
+        if options.replica == 0 and command.interpreter != typed:
+            host.reporter.line(f"the ranks' interpreter is {command.interpreter[0]}")
+
+    async def start(self) -> int:
+        command, spec, cwd = self.command, self._allocation, os.getcwd()
+        if spec is not None:
+            held = spec.command or Command("torchrun", DEFAULTS, Program("script", "run"))
+            return await self._new_pool(held, None, {}, cwd).start(spec.nproc)
+        assert command is not None
+        log_dir = log_folder(command, self._host.log_dir, cwd, self._run_id(command))
+        pool = self._new_pool(command, log_dir)
+        # A script runs on the first host alone; the others run actors.
+        nproc = "0" if self._script is not None and self._host.options.replica else pool.run.nproc
+        return (await self._prepare(host_messages.BeginRun(), pool, nproc, self._first_log_attempt(log_dir))).nproc
+
+    def _first_log_attempt(self, log_dir: str | None) -> int:
+        """Return the number of the first attempt's log folders, after all that earlier starts may have used.
+
+        A start uses at most one for each attempt that it may make. This bound is unknown if a job can lose hosts, and
+        in a restarted container without MONARCH_RESTART; then the folders that exist show it.
+        """
+        options = self._host.options
+        max_restarts = self.command.options.max_restarts if self.command else 0
+        numbers = safe_files.numbered(log_dir, "attempt_") if log_dir else ()
+        return max(self._restarts * (1 + max_restarts + options.replacements), max(numbers, default=-1) + 1)
 
     @property
     def sizes(self) -> NodeRange:
         options = self._host.options
         return NodeRange.from_command(self.command, options.world, options.host_timeout, options.spares)
-
-    def first_log_attempt(self) -> int:
-        """Return the number of the first attempt's log folders."""
-        return 0
-
-    def _read_grace(self, command: Command | None = None) -> None:
-        """Set the grace period from torchrun's variable or option; raise ``CommandError`` if one is no number."""
-        host = self._host
-        host.grace = env_number(host.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", host.options.grace)
-        if command is not None and command.options.shutdown_timeout is not None:
-            host.grace = float(command.options.shutdown_timeout)
 
     async def connect(self, network: HostNetwork) -> None:
         """Prepare for worker loops, and serve the ranks at a socket."""
@@ -71,60 +132,154 @@ class RankRuns(Workload):
         await RankRelay(self._host, network).start()
 
     def controller(self, rendezvous: Rendezvous, network: HostNetwork) -> Controller:
-        host, options, sizes = self._host, self._host.options, self.sizes
-        job = JobOptions(
-            options,
-            sizes,
-            host.run_id(self.command),
-            host.grace,
-            self.command.options.max_restarts if self.command else 0,
-            self.first_log_attempt(),
-            network.advertised,
-            network.bind,
-            # Over a network, the loss of a machine is noticed only after peer_timeout seconds of silence.
-            options.peer_timeout + 3.0 if network.rendezvous.networked else 1.0,
-        )
-        gatherer = HostGatherer(sizes, rendezvous.hosts, host.reporter, HostFailures(options.exclude_after))
-        return Controller(rendezvous, gatherer, self._serving_session(rendezvous, network, gatherer, job))
-
-    def _serving_session(
-        self, rendezvous: Rendezvous, network: HostNetwork, gatherer: HostGatherer, job: JobOptions
-    ) -> Session:
-        """Return the session in which the controller on replica 0 executes the runs, and serve its clients."""
-        host, reporter = self._host, self._host.reporter
-        hosts = JobHosts(job, rendezvous.requests, rendezvous.events, reporter, self.handle)
-        queries = HostQueries(hosts)
-        rendezvous.clients.update(stacks=queries.stacks, profile=queries.profile, samples=queries.samples)
-        rendezvous.clients["events"] = queries.events
+        options, reporter = self._host.options, self._host.reporter
+        hosts = self._job_hosts(rendezvous, network)
+        gatherer = HostGatherer(self.sizes, rendezvous.hosts, reporter, HostFailures(options.exclude_after))
         hang_watch = HangWatch(hosts)
-        debug_command = f"torchx monarch debug {host.options.app} --role {host.options.role}"
+        debug_command = f"torchx monarch debug {options.app} --role {options.role}"
         rendezvous.clients.update(DebugSessions(debug_command, reporter.report, hang_watch.rest).clients)
-        host.connector = rendezvous.connect
-        session = self._session(rendezvous, hosts, functools.partial(Attempts, hosts, gatherer, hang_watch))
-        rendezvous.clients["attach"] = MeshClients(hosts, network, host.environ.get(CREDENTIALS, ""), session).serve
-        return session
+        queue = self._new_queue(rendezvous, hosts)
+        self._serve_clients(rendezvous, network, hosts, queue)
+        new_attempts = functools.partial(Attempts, hosts, gatherer, hang_watch)
+        return Controller(rendezvous, gatherer, hosts, new_attempts, queue)
 
-    def _session(self, rendezvous: Rendezvous, hosts: JobHosts, new_attempts: Callable[[], Attempts]) -> Session:
-        return Session(hosts, new_attempts)
+    def _new_queue(self, rendezvous: Rendezvous, hosts: JobHosts) -> RunQueue | None:
+        """Return the queue of runs of a live allocation, on replica 0, and serve its clients."""
+        if self._allocation is None:
+            return None
+        from torchx_monarch.controller.run_queue import RunQueue
 
-    # -- the ranks of a run --------------------------------------------------------------------------------------------
+        code, log_dir = self._host_code(), self._host.log_dir
+        queue = RunQueue(hosts, rendezvous, self._allocation, log_dir, lambda: self._zygotes.ready)
+        queue.serve("sync", functools.partial(code.serve_client, queue))
+        rendezvous.clients["code"] = code.serve_host
+        return queue
 
-    def _new_pool(self, run: RunSpec, log_dir: str | None, run_log: RunLog | None = None) -> None:
-        host = self._host
+    # -- a run ---------------------------------------------------------------------------------------------------------
+
+    def _run_id(self, command: Command, number: int = 0) -> str:
+        """Return TORCHELASTIC_RUN_ID: torchrun's ``--rdzv-id``, else the app's id (torchrun: a random id or none)."""
+        app = self._host.options.app
+        if command.options.rdzv_id != "none":
+            return command.options.rdzv_id
+        return f"{app}-{number}" if number else app
+
+    def _new_pool(
+        self, command: Command, log_dir: str | None, env: Mapping[str, str] | None = None, cwd: str | None = None
+    ) -> RankPool:
+        host, options = self._host, self._host.options
+        run = RunSpec(command, host.environ, options.preload_modules, env or {}, cwd, options.forks_ranks)
         self._recorders = self._recorders or FlightRecorders(host.sockets)
-        logs = RankLogs(host.options.replica, host.hostname, log_dir, run, host.stdout, host.stderr, run_log)
-        started = run.with_leading() if host.options.leads else run
-        starter = RankStarter(started, self._zygotes, host.reporter.line)
+        logs = RankLogs(options.replica, host.hostname, log_dir, run, host.stdout, host.stderr, self._output)
+        starter = RankStarter(run.with_leading() if options.leads else run, self._zygotes, host.reporter.line)
         says = (host.reporter.line, self._report_first_output)
-        self.pool = RankPool(logs, starter, self._recorders, host.attach_socket, *says)
+        self.pool = pool = RankPool(logs, starter, self._recorders, host.attach_socket, *says)
+        return pool
 
-    def _start_timers(self, run: RunSpec, name: str = "timers") -> None:
-        """Serve torch's timers, if the environment of the ranks enables them."""
-        assert self.pool is not None
-        if run.command.kind == "torchrun" and run.environ.get(ENABLED) == "1":
-            self.pool.start_timers(run.environ.get(FILE) or os.path.join(self._host.sockets, name))
+    async def _prepare(
+        self, begin: host_messages.BeginRun, pool: RankPool, nproc: str, first_log_attempt: int = 0
+    ) -> host_messages.RunBegun:
+        """Prepare for the ranks of a run, and return the answer to its request, as to each repetition of that."""
+        host, run, options = self._host, pool.run, pool.run.command.options
+        if host.options.replica == 0:
+            for line in unused_options(options, in_run=self._allocation is not None):
+                host.reporter.line(line)
+        count = await pool.start(nproc)
+        if run.command.kind == "torchrun" and run.environ.get(ENABLED) == "1":  # torch's timers
+            name = f"timers{begin.number or ''}"
+            pool.start_timers(run.environ.get(FILE) or os.path.join(host.sockets, name))
+        begun = host_messages.RunBegun(
+            nproc=count,
+            run_id=self._run_id(run.command, begin.number),
+            max_restarts=options.max_restarts,
+            grace=host.grace if options.shutdown_timeout is None else float(options.shutdown_timeout),
+            first_log_attempt=first_log_attempt,
+        )
+        self._begun = begin.token, begun
+        return begun
+
+    async def _begin(self, begin: host_messages.BeginRun) -> host_messages.RunBegun:
+        """Prepare for a run; if the same run is requested again, after another host was lost, change nothing."""
+        host, request = self._host, begin.request
+        if self._begun is not None and self._begun[0] == begin.token:
+            return self._begun[1]
+        cwd = request.cwd or os.getcwd()
+        if request.code:
+            await self._fetch(request.code)
+            cwd = await self._host_code().checkout(request.code, request.workspace)
+        folder = os.path.join(host.log_dir, f"run_{begin.number}")
+        self._function_file = os.path.join(folder, "function") if request.function else ""
+        if self._function_file:
+            request = dataclasses.replace(request, program=(*(request.program or ()), self._function_file))
+        command = self._command_of(request, cwd, {**host.environ, **request.env})
+        if self._function_file:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            safe_files.replace_file(self._function_file, base64.b64decode(request.function))
+        self._output = RunOutput(begin.token)
+        pool = self._new_pool(
+            command, log_folder(command, folder, cwd, self._run_id(command, begin.number)), request.env, cwd
+        )
+        return await self._prepare(begin, pool, pool.run.nproc)
+
+    async def _finish(self, token: str) -> None:
+        """End a run and all its processes; what replica 0 then reads of its output is the last."""
+        output = self._output
+        if output is None or output.token != token or self.pool is None:
+            return
+        await self.pool.stop(signal.SIGKILL, 0.0)
+        ranks = {rank_exit.rank for rank_exit in self.pool.exits()}
+        self.pool.retire()
+        if self._function_file:
+            with contextlib.suppress(OSError):
+                os.unlink(self._function_file)
+        output.end(read_values(os.path.dirname(self._function_file), ranks) if self._function_file else iter(()))
+
+    async def _fetch(self, tree: str) -> None:
+        """Get code from replica 0, unless it is on this host, or this host is replica 0."""
+        if self._host.options.replica:
+            await self._host_code().fetch(tree, self._host.connect)
+
+    def _host_code(self) -> HostCode:
+        from torchx_monarch.host.code_distribution import HostCode
+
+        self._code = self._code or HostCode(os.path.join(self._host.sockets, "code"), self._host.name)
+        return self._code
+
+    def _command_of(self, request: RunRequest, cwd: str, environ: Mapping[str, str]) -> Command:
+        spec, replicas = self._allocation, self._host.options.world
+        assert spec is not None
+        if not os.path.isdir(cwd):
+            raise CommandError(f"there is no folder {cwd} to run in")
+        if request.program:
+            held = run_command(spec.words, environ, replicas, request.nproc) if spec.words else None
+            command = with_program(held, request.program)
+            if held is None:
+                own = request.nproc or (spec.nproc if spec.nproc != "0" else "1")
+                command = dataclasses.replace(command, options=dataclasses.replace(DEFAULTS, nproc_per_node=own))
+        else:
+            command = run_command(request.command or spec.words, environ, replicas, request.nproc)
+        target = command.program_of(0).target
+        hint = f". For the program: torchrun --no-python {target} …" if shutil.which(target) else ""
+        check_script(command, cwd, hint)
+        return with_interpreter(command, self._host.options, environ, cwd)
 
     async def _execute(self, request: host_messages.Request[Any]) -> Any:
+        match request:
+            case host_messages.BeginRun():
+                async with self._changing:
+                    return await self._begin(request)
+            case host_messages.FinishRun():
+                async with self._changing:
+                    return await self._finish(request.token)
+            case host_messages.ReadOutput():
+                is_present = self._output is not None and self._output.token == request.token
+                return await self._output.read() if self._output is not None and is_present else ""
+            case host_messages.FetchCode():
+                return await self._fetch(request.tree)
+            case host_messages.ProbeFile():
+                from torchx_monarch.host.code_distribution import probe
+
+                return await probe(request.path, request.text)
         pool = self.pool
         assert pool is not None
         match request:
@@ -144,79 +299,6 @@ class RankRuns(Workload):
                 await pool.starter.importer()  # which the ranks wait for, too
                 return await asyncio.to_thread(take_facts, pool.run, pool.starter.versions)
         return await super()._execute(request)
-
-
-def choose_runs(host: Host, early: ZygoteProcess | None) -> RankRuns:
-    """Return the workload of a torchrun or Python command: the runs of a live allocation, or that of a batch job.
-
-    A command that is not valid counts as a batch job's: parsing it again reports the error.
-    """
-    try:
-        command = parse(host.options.command, host.environ)
-    except CommandError:
-        command = None
-    if command is None or command.kind != "hosts":
-        return BatchRun(host, early)
-    from torchx_monarch.host.live_runs import LiveRuns
-
-    return LiveRuns(host)
-
-
-class BatchRun(RankRuns):
-    """The one run of a batch job on a host: its zygote starts with the host, and knows the program.
-
-    The script of a Monarch controller (``command.actors``) is a batch job whose only rank is on the first host.
-    """
-
-    def __init__(self, host: Host, early: ZygoteProcess | None = None) -> None:
-        super().__init__(host, early)
-        self._log_dir: str | None = None
-        self._restarts = 0
-        self._script: Command | None = None
-
-    def parse(self) -> None:
-        host, options = self._host, self._host.options
-        command = parse(options.command, host.environ)
-        if command is None:
-            raise CommandError(f"not a torchrun or Python command: {shlex.join(options.command)}")
-        if command.kind == "actors":
-            command = self._script = parse_script(command, host.environ)
-            host.environ[BATCH_JOB] = "1"
-        check(command, replicas=options.world, role=options.role)
-        typed = command.interpreter
-        command = self.command = with_interpreter(command, options, host.environ, os.getcwd())
-        self._read_grace(command)
-        self._restarts = int(env_number(host.environ, "MONARCH_RESTART", 0))
-        if self._script is None or options.replica == 0:
-            check_script(command, os.getcwd())
-        if options.replica == 0:
-            if command.interpreter != typed:
-                host.reporter.line(f"the ranks' interpreter is {command.interpreter[0]}")
-            for line in unused_options(command.options, in_run=False):
-                host.reporter.line(line)
-
-    async def start(self) -> int:
-        host, command = self._host, self.command
-        assert command is not None
-        run = RunSpec(command, host.environ, host.options.preload_modules, forks=host.options.forks_ranks)
-        self._log_dir = log_folder(command, host.log_dir, os.getcwd(), host.run_id(command))
-        self._new_pool(run, self._log_dir)
-        assert self.pool is not None
-        # A script runs on the first host alone; the others run actors.
-        nproc = await self.pool.start(run.nproc if self._script is None or host.options.replica == 0 else "0")
-        self._start_timers(run)
-        return nproc
-
-    def first_log_attempt(self) -> int:
-        """Return the number of the first attempt's log folders, after all that earlier starts may have used.
-
-        A start uses at most one for each attempt that it may make. This bound is unknown if a job can lose hosts, and
-        in a restarted container without MONARCH_RESTART; then the folders that exist show it.
-        """
-        options = self._host.options
-        max_restarts = self.command.options.max_restarts if self.command else 0
-        numbers = safe_files.numbered(self._log_dir, "attempt_") if self._log_dir else ()
-        return max(self._restarts * (1 + max_restarts + options.replacements), max(numbers, default=-1) + 1)
 
 
 def check_script(command: Command, cwd: str, hint: str = "") -> None:

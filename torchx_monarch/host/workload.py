@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What a host executes for its role: the requests of the controller, which replica 0 makes from its own workload.
 
-It is the ranks of a batch job (``rank_runs.BatchRun``), runs of a live allocation (``live_runs.LiveRuns``), or one
-process, that of a command (``command_run.CommandRun``).
+It is the ranks of a batch job or the runs of a live allocation (``rank_runs.RankRuns``), or one process, that of a
+command (``command_run.CommandRun``).
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torchx_monarch.controller import host_messages
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import Rendezvous
+from torchx_monarch.controller.hosts import JobHosts, JobOptions
+from torchx_monarch.controller.rendezvous import Peer, Rendezvous
 from torchx_monarch.host.follower import Follower
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.process_pool import ProcessPool
+from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.world import CommandError, LaunchError
 
 if TYPE_CHECKING:
     from torchx_monarch.command.command import Command
+    from torchx_monarch.controller.run_queue import RunQueue
     from torchx_monarch.host.worker_loops import WorkerLoops
 
 _QUERIES = (
@@ -33,6 +36,7 @@ _QUERIES = (
     host_messages.TakeFacts,
     host_messages.RunWorkerLoop,
     host_messages.GetWorkerLoop,
+    host_messages.ReadOutput,
 )
 
 
@@ -91,6 +95,32 @@ class Workload(abc.ABC):
     @abc.abstractmethod
     def controller(self, rendezvous: Rendezvous, network: HostNetwork) -> JobController:
         """Return the controller of the job on replica 0, and serve its clients."""
+
+    def _job_hosts(self, rendezvous: Rendezvous, network: HostNetwork) -> JobHosts:
+        """Return the hosts of the controller's job."""
+        host, options = self._host, self._host.options
+        host.connector = rendezvous.connect
+        # Over a network, the loss of a machine is noticed only after peer_timeout seconds of silence.
+        report_timeout = options.peer_timeout + 3.0 if network.rendezvous.networked else 1.0
+        job = JobOptions(options, self.sizes, network.advertised, network.bind, report_timeout)
+        return JobHosts(job, rendezvous.requests, rendezvous.events, host.reporter, self.handle)
+
+    def _serve_clients(
+        self, rendezvous: Rendezvous, network: HostNetwork, hosts: JobHosts, queue: RunQueue | None = None
+    ) -> None:
+        """Serve clients that ask what runs, and Monarch clients."""
+
+        async def answer(peer: Peer) -> None:
+            from torchx_monarch.controller.rank_clients import HostQueries
+
+            await getattr(HostQueries(hosts), str(peer.greeting["type"]))(peer)
+
+        async def attach(peer: Peer) -> None:
+            from torchx_monarch.controller.mesh_clients import MeshClients
+
+            await MeshClients(hosts, network, self._host.environ.get(CREDENTIALS, ""), queue).serve(peer)
+
+        rendezvous.clients.update(stacks=answer, profile=answer, samples=answer, events=answer, attach=attach)
 
     def follower(self, network: HostNetwork) -> Follower:
         """Return what takes part in the job on a host other than replica 0."""

@@ -17,9 +17,6 @@ from typing import Any
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.console import WriterThread, write_all
 
-_PIECE = 4000
-"""Most characters of output in one record, so that the records of one ``_CHUNK`` are far less than a message may be."""
-
 _CHUNK = 1 << 18
 
 
@@ -33,8 +30,8 @@ class RunLog:
 
     def __init__(self, path: str) -> None:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        self.path = path
-        self.writer = WriterThread()
+        self._path = path
+        self._writer = WriterThread()
         self._file = safe_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.ftruncate(self._file, 0)
         self._closed = False
@@ -45,16 +42,16 @@ class RunLog:
 
     def append(self, record: dict[str, Any]) -> None:
         """Append a record; do nothing after ``close``."""
-        self.append_line(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        self.append_lines(json.dumps(record, separators=(",", ":")).encode() + b"\n")
 
-    def append_line(self, line: bytes) -> None:
-        """Append a record that is encoded already and ends with a line feed; do nothing after ``close``."""
+    def append_lines(self, lines: bytes) -> None:
+        """Append records that are encoded already, each with its line feed; do nothing after ``close``."""
         if self._closed:
             return
 
         def append() -> None:
             try:
-                write_all(self._file, line)  # a full disk loses output, but does not end the run
+                write_all(self._file, lines)  # a full disk loses output, but does not end the run
             finally:
                 self._appended += 1
                 if self._is_awaited:
@@ -63,13 +60,24 @@ class RunLog:
                         self._loop.call_soon_threadsafe(self._wake)
 
         self._requested += 1
-        self.writer.call(append, size=len(line))
+        self._writer.call(append, size=len(lines))
+
+    async def room(self) -> None:
+        """Wait until few records wait to be written."""
+        written = asyncio.Event()
+
+        def wake() -> None:
+            self._loop.call_soon_threadsafe(written.set)
+
+        while not self._writer.has_room(wake):
+            await written.wait()
+            written.clear()
 
     def close(self) -> None:
         """Mark the log as complete; later records are dropped."""
         if not self._closed:
             self._closed = True
-            self.writer.close(self._file)
+            self._writer.close(self._file)
             self._wake()
 
     def _wake(self) -> None:
@@ -85,7 +93,7 @@ class RunLog:
             OSError: another file is in the place of the log.
         """
         requested, rest = self._requested, b""
-        with open(safe_files.open_file(self.path), "rb", buffering=0) as file:
+        with open(safe_files.open_file(self._path), "rb", buffering=0) as file:
             while True:
                 # All before the read, so that what is written after it wakes this follower.
                 ends, appended, changed = self._closed or not wait, self._appended, self._changed
@@ -100,30 +108,3 @@ class RunLog:
                 *lines, rest = (rest + data).split(b"\n")
                 if lines:
                     yield [line + b"\n" for line in lines]
-
-
-class RunLogSink:
-    """Copy a rank's output from the host's output to the log of its run.
-
-    Args:
-        prefix: torchrun's own prefix before each line, which clients show in a shorter form; empty if there is none, or
-            one of the user's.
-    """
-
-    def __init__(self, run_log: RunLog, rank: int, stream: str, prefix: str) -> None:
-        self.writers = [run_log.writer]
-        self._run_log = run_log
-        self._record = {"type": "output", "rank": rank, "stream": stream, "prefix": prefix}
-
-    def write(self, text: bytes, shown: bytes) -> None:
-        """Append ``shown``, the text with its prefixes, in records of ``_PIECE`` characters at most."""
-        whole, start = shown.decode(errors="surrogateescape"), 0
-        while start < len(whole):
-            end = start + _PIECE
-            if end < len(whole):  # split at line ends: a follower receives records of several hosts interleaved
-                end = whole.rfind("\n", start, end) + 1 or end
-            self._run_log.append({**self._record, "text": whole[start:end]})
-            start = end
-
-    def close(self) -> None:
-        """Do nothing: the log outlives the rank."""

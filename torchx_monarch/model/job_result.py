@@ -216,6 +216,21 @@ def root_cause(exits: Iterable[RankExit]) -> RankExit | None:
     return min(failed, key=lambda found: (found.is_collateral, found.failed_at, found.rank), default=None)
 
 
+def exit_records(exits: Mapping[int, RankExit], cause: RankExit | None) -> list[dict[str, Any]]:
+    """Return how the ranks or commands of an attempt have ended, for its event ``attempt_end``."""
+    return [
+        {
+            "rank": ended.rank,
+            "code": ended.code,
+            "started": ended.started,
+            "ended": ended.time,
+            "grouped": ended.grouped,
+            "secondary": ended.code != 0 and ended is not cause and (not ended.failed or ended.is_collateral),
+        }
+        for _, ended in sorted(exits.items())
+    ]
+
+
 def describe_failure(exits: Collection[RankExit], cause: RankExit, world_size: int) -> str:
     """Describe the failure of an attempt in one line: ``all 4 ranks: No module named nope`` if all failed alike.
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from string import Template
 
 from torchx_monarch.host.ranks.rank_output import OutputPipe
+from torchx_monarch.host.ranks.run_output import RunOutput, RunOutputSink
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.insight.log_lines import TEMPLATE
-from torchx_monarch.insight.run_log import RunLog, RunLogSink
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.console import Console, WriterThread
 
@@ -56,7 +56,7 @@ class RankLogs:
     Attributes:
         log_dir: folder for ``attempt_N/RANK/{stdout,stderr}.log`` and ``error.json``; None for no files.
         stdout, stderr: output for prefixed lines; None to drop them.
-        run_log: second destination of these lines, in a run on a live allocation; None in a batch job.
+        run_output: second destination of these lines, in a run on a live allocation; None in a batch job.
     """
 
     replica: int
@@ -65,7 +65,7 @@ class RankLogs:
     run: RunSpec
     stdout: Console | None = None
     stderr: Console | None = None
-    run_log: RunLog | None = None
+    run_output: RunOutput | None = None
 
     def attach(self, stdout: OutputPipe, stderr: OutputPipe, attempt: int, rank: int, local_rank: int) -> Path | None:
         """Set the destinations of a rank's output; return the folder of its logs and error file, None for no files."""
@@ -81,10 +81,10 @@ class RankLogs:
         for name, output, console in (("stdout", stdout, self.stdout), ("stderr", stderr, self.stderr)):
             teed = getattr(options.tee, name)(local_rank)
             onto_console = shown and (teed or not getattr(options.redirects, name)(local_rank))
-            sinks: list[FilteredFile | RunLogSink] = []
-            if self.run_log is not None:
+            sinks: list[FilteredFile | RunOutputSink] = []
+            if self.run_output is not None:
                 own = prefix if teed and template == TEMPLATE else ""
-                sinks.append(RunLogSink(self.run_log, rank, name, own))
+                sinks.append(RunOutputSink(self.run_output, rank, name, own))
             if directory and (texts := getattr(options, f"duplicate_{name}_filters")):
                 # Torchrun's name. Replicas may share the folder, and machines cannot append to one file over NFS.
                 own_name = f"filtered_{name}.{self.replica}.log" if self.replica else f"filtered_{name}.log"

@@ -18,7 +18,7 @@ from torchx_monarch.system.line_output import LONGEST, complete
 
 if TYPE_CHECKING:
     from torchx_monarch.host.ranks.rank_logs import FilteredFile
-    from torchx_monarch.insight.run_log import RunLogSink
+    from torchx_monarch.host.ranks.run_output import RunOutput, RunOutputSink
 
 _CHUNK = 1 << 18
 
@@ -61,9 +61,9 @@ class OutputPipe:
         self._is_released = False
         self._file: int | None = None
         self._writer = WriterThread()
-        self._writers: list[WriterThread] = []
+        self._writers: list[WriterThread | RunOutput] = []
         self._console: Console | None = None
-        self._sinks: Sequence[FilteredFile | RunLogSink] = ()
+        self._sinks: Sequence[FilteredFile | RunOutputSink] = ()
         self._prefix = b""
         self._partial = bytearray()
         self._goes_on = False
@@ -76,7 +76,7 @@ class OutputPipe:
         path: str | None,
         console: Console | None,
         prefix: str,
-        sinks: Sequence[FilteredFile | RunLogSink] = (),
+        sinks: Sequence[FilteredFile | RunOutputSink] = (),
     ) -> None:
         """Set the destinations, before ``release``: a log file, which is appended to, and the host's output.
 
