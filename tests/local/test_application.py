@@ -44,13 +44,15 @@ PROGRAM = """
 def roles(folder: Path, tmp_path: Path) -> Callable[..., tuple[Hosts, Hosts]]:
     """Two roles of two hosts each; what their ranks do when all four have begun, and which role is slow to end."""
 
-    def make(then: str, slow: str = "", wrapper: tuple[str, ...] = AGAIN, grace: int = 60) -> tuple[Hosts, Hosts]:
+    def make(
+        then: str, slow: str = "", wrapper: tuple[str, ...] = AGAIN, grace: int = 60, sidecar: str = "off"
+    ) -> tuple[Hosts, Hosts]:
         path = tmp_path / "prog.py"
         path.write_text(textwrap.dedent(PROGRAM).replace("SLOW", slow) + textwrap.dedent(then))
         made = []
         for name in ("trainer", "reader"):
             (folder / name).mkdir()
-            server = ("--application", f"unix:{folder}/trainer.sock")
+            server = ("--application", f"unix:{folder}/trainer.sock", "--sidecar", sidecar)
             options = (
                 "--grace",
                 str(grace),
@@ -158,6 +160,25 @@ def test_a_first_role_that_has_succeeded_disturbs_nobody(
     assert all(process.poll() is None for process in reader.processes.values())
     (folder / "go").touch()
     assert reader.wait() == [0, 0], reader.err()
+    assert len(starts(folder)) == 1
+
+
+@pytest.mark.parametrize("how", ["succeeds", "fails", "is lost"])
+def test_a_sidecar_ends_with_the_first_role(folder: Path, roles: Callable[..., tuple[Hosts, Hosts]], how: str) -> None:
+    """Nobody else tells it."""
+    codes = {"succeeds": [0, 0], "fails": [7, 7], "is lost": [-9, 1]}
+    then = f"""
+        if role == "reader":
+            time.sleep(1000)
+        if {how == "is lost"} and me == "trainer0":
+            os.kill(os.getppid(), signal.SIGKILL)
+        sys.exit({7 if how == "fails" else 0})
+    """
+    trainer, reader = roles(then, wrapper=(), sidecar="on")
+    reader.start()
+    trainer.start()
+    assert trainer.wait() == codes[how], trainer.err()
+    assert reader.wait() == [abs(codes[how][1])] * 2, reader.err()
     assert len(starts(folder)) == 1
 
 

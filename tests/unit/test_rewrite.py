@@ -517,6 +517,23 @@ def test_roles_that_restart_together_connect_to_the_first_one(change: dict[str, 
     assert [spec.ends_together for spec in made.roles] == [peers > 0, peers > 0, False]
 
 
+def test_sidecars_with_hosts_end_with_the_only_other_role() -> None:
+    marked = {"monarch": {"sidecar": True}}
+    board = Role("board", "", entrypoint="python", args=["-m", "tensorboard.main"], metadata=marked)
+    trainer, other = (Role(name, "", entrypoint="torchrun", args=["a.py"]) for name in ("trainer", "other"))
+    meshes = controller("a.py", meshes={"a": "1", "b": "2"})
+    again = controller("a.py", meshes={"a": "1", "b": "2"}, max_retries=1)
+    for app, follows in (
+        (AppDef("app", [trainer, board]), [False, True]),
+        (AppDef("app", [trainer, other, board]), [False, False, False]),  # the end of the first is not that of the app
+        (meshes, [False, True]),
+        (again, [False, False]),
+    ):
+        made = rewrite(app, WrapOptions()).app.roles
+        assert ["--sidecar on --" in " ".join(role.args) for role in made] == follows
+        assert not any("--peer-roles" in role.args for role in made[:1] if True in follows)
+
+
 def test_groups_find_the_lighthouse_on_another_machine() -> None:
     given = ft("train.py", j="2x1")
     port = given.roles[-1].metadata["monarch"]["lighthouse_port"]

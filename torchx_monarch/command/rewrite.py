@@ -92,11 +92,13 @@ class _Coordination:
     Attributes:
         joint: the roles that end together. The replicas 0 of all but the first one connect to that of the first
             (``controller.roles``).
-        address: where that one listens.
+        sidecars: whether all others are sidecars of the first one, and the app has no further role to wait for.
+        address: where the first one listens.
         meshes: the meshes of a controller's script with their addresses, as ``--peers`` has them.
     """
 
     joint: Sequence[str] = ()
+    sidecars: bool = False
     address: str = ""
     meshes: str = ""
 
@@ -106,12 +108,16 @@ class _Coordination:
         hosts = {start.role.name: start for start in starts if not start.unwrapped}
         waiting = [name for name, start in hosts.items() if start.kind == "hosts"]
         meshes = ",".join(f"{name}={options.rendezvous[name]}" for name in waiting if name in options.rendezvous)
-        joint = _joint([start.role for start in hosts.values()])
-        if waiting or len(joint) < 2:  # roles that wait for clients never end together
+        needed = [start.role.name for start in starts if not is_sidecar(start.role)]
+        joint = sorted(_joint([start.role for start in hosts.values()]), key=lambda name: name not in needed)
+        sidecars = needed == joint[:1]
+        # Hosts that wait for clients are replaced one by one.
+        are_replaced = bool(waiting) and any(start.role.max_retries > 0 for start in starts)
+        if len(joint) < 2 or are_replaced or (waiting and not sidecars):
             return cls(meshes=meshes)
         # In a folder that only the hosts know.
         local = f"unix:@MONARCH_RUN_DIR/{starts.index(hosts[joint[0]])}.sock"
-        return cls(joint, options.rendezvous.get(joint[0], local), meshes)
+        return cls(joint, sidecars, options.rendezvous.get(joint[0], local), meshes)
 
 
 def _joint(roles: Sequence[Role]) -> list[str]:
@@ -261,7 +267,8 @@ def _wrap(
         workload="command" if found is None else "ranks",
         starts="together" if together else "alone",
         min_replicas=fewest,
-        peer_roles=len(coordination.joint) - 1 if is_server else 0,
+        peer_roles=len(coordination.joint) - 1 if is_server and not coordination.sidecars else 0,
+        sidecar="on" if is_joint and not is_server and coordination.sidecars else "off",
         interpreter="path" if found is not None and found.sets_path else "own",
         on_end="" if options.supervised or not is_first else options.spec.on_end,
     )

@@ -3,7 +3,8 @@
 
 Backends let each role end by itself. So replica 0 of every further role connects to that of the first one, the server,
 which tells all when one has failed, without the help of the submitting machine. The first role ends last, and puts off
-hosts that are restarted before then, so no role starts while ranks of an earlier start are running.
+hosts that are restarted before then, so no role starts while ranks of an earlier start are running. Where all others
+are its sidecars, such as the meshes of a controller's script, its success ends them.
 
 =======================  =========================================================================================
 other role to server     ``register-role`` (greeting, with its name), ``ready`` (from then on its loss counts as a
@@ -57,20 +58,7 @@ class _Greeting:
     role: str
 
 
-class RoleCoordinator:
-    """Replica 0's part in the coordination. This class is for apps whose roles need none, and does nothing."""
-
-    async def begin(self, timeout: float) -> None:
-        """Wait until the roles can start together, for ``timeout`` seconds or until a host event.
-
-        The first role waits briefly for the others, and these wait for the first.
-        """
-
-    async def end(self, result: JobResult, timeout: float) -> None:
-        """Send the result to the other roles. After a failure the first waits up to ``timeout`` s for their ends."""
-
-
-class RoleServer(RoleCoordinator):
+class RoleServer:
     """The server, on replica 0 of the first role."""
 
     def __init__(self, rendezvous: Rendezvous, options: HostSpec, reporter: Reporter) -> None:
@@ -85,12 +73,14 @@ class RoleServer(RoleCoordinator):
         rendezvous.clients["register-role"] = self._register
 
     async def begin(self, timeout: float) -> None:
+        """Wait briefly until the other roles are ready to start, at most ``timeout`` s, or until a host event."""
         peers = self._options.peer_roles
         all_ready = self._changes.until(lambda: len(self._arrived) >= peers, min(timeout, _REGISTERED_WITHIN))
         with contextlib.suppress(Interrupted):
             await self._reporter.while_waiting(self._events.interrupt(all_ready), lambda: "the other roles")
 
     async def end(self, result: JobResult, timeout: float) -> None:
+        """Send the result to the other roles. After a failure wait up to ``timeout`` s for their ends."""
         self._ending = True
         message: messages.Message = {"type": "done"}
         if result.code:
@@ -148,7 +138,7 @@ class RoleServer(RoleCoordinator):
             self._events.post(_failure(ended))
 
 
-class RoleClient(RoleCoordinator):
+class RoleClient:
     """The client of the server, on replica 0 of another role."""
 
     def __init__(self, rendezvous: Rendezvous, network: HostNetwork, server: Address, reporter: Reporter) -> None:
@@ -165,11 +155,13 @@ class RoleClient(RoleCoordinator):
         self._connection = asyncio.ensure_future(self._stay_registered())
 
     async def begin(self, timeout: float) -> None:
+        """Wait until the first role answers, or nothing listens there; at most ``timeout`` s, or until a host event."""
         waiting = self._events.interrupt(asyncio.wait_for(self._may_begin.wait(), timeout))
         with contextlib.suppress(asyncio.TimeoutError, Interrupted):
             await self._reporter.while_waiting(waiting, lambda: f"the first role's replica 0 ({self._why})")
 
     async def end(self, result: JobResult, timeout: float) -> None:
+        """Send the result to the first role, if it is there."""
         self._ended = True
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._registered.wait(), _REPORTED_WITHIN)
@@ -206,6 +198,8 @@ class RoleClient(RoleCoordinator):
         with contextlib.suppress(messages.ProtocolError, DecodeError):
             message = await messages.receive(reader)
             if message and message.get("type") == "done":
+                if self._network.options.sidecar == "on":
+                    self._events.post(StopRequested(0, JobResult(0, "the app has ended with its first role")))
                 return
             ended = decode(JobResult, message or {})
         if not self._ended:
@@ -215,15 +209,13 @@ class RoleClient(RoleCoordinator):
 
 def coordinator(
     rendezvous: Rendezvous, network: HostNetwork, environ: Mapping[str, str], reporter: Reporter
-) -> RoleCoordinator:
-    """Return the part of this replica 0 in the coordination."""
+) -> RoleServer | RoleClient:
+    """Return the part of this replica 0 in the coordination. A server without other roles does nothing."""
     options = network.options
-    if options.peer_roles:
+    if not options.application:
         return RoleServer(rendezvous, options, reporter)
-    if options.application:
-        server = Address.parse(expand_address(options.application, environ, is_first=False), "--application")
-        return RoleClient(rendezvous, network, server, reporter)
-    return RoleCoordinator()
+    server = Address.parse(expand_address(options.application, environ, is_first=False), "--application")
+    return RoleClient(rendezvous, network, server, reporter)
 
 
 def _explained(result: JobResult, role: str, adopted: str = "") -> dict[str, Any]:

@@ -138,6 +138,7 @@ class HostSpec:
         peers: NAME=RENDEZVOUS of each role, separated by commas, for a script that uses the hosts of all of them.
         peer_roles: of the first role: how many others end and restart with it when one of them has failed.
         application: of those others: where replica 0 of the first role listens.
+        sidecar: of those others: whether the success of the first role is the end of the app, and so ends this one.
         lighthouse: HOST:PORT of torchft's lighthouse, which ranks find in TORCHFT_LIGHTHOUSE.
         interpreter: what torchrun and python without a folder mean in the command: this process's interpreter (own), or
             what PATH finds, which something before the command may have changed (path).
@@ -171,6 +172,7 @@ class HostSpec:
     peers: str = _flag("")
     peer_roles: int = _count(0)
     application: str = _flag("")
+    sidecar: str = _word("off", "on")
     lighthouse: str = _flag("")
     interpreter: str = _word("own", "path")
     ports: tuple[int, int] | None = _flag(None, parse=parse_ports, show=lambda ports: "-".join(map(str, ports)))
