@@ -86,7 +86,7 @@ class HostNodes:
     def registered(self) -> list[int]:
         """The replicas that host 0 knows."""
         target = Target.from_handle("monarch_local://torchx/app", address=f"unix:{self._folder}/r.sock")
-        return [host["replica"] for host in ask(target, {"type": "look"})["hosts"]]
+        return [host["replica"] for host in ask(target, {"type": "state"})["hosts"]]
 
     def start(self, node: int) -> None:
         self._hosts.start(node)

@@ -162,7 +162,7 @@ async def malformed_hosts(attacker: Attacker, hosts: credentials.HostCredentials
         return lambda: attacker.encrypted(context, pieces, pause)
 
     by_hand = [sending(pieces) for pieces in monsters()]
-    slow = [sending([bytes([byte]) for byte in b'{"type": "look", "version": 1}'], 0.1) for _ in range(20)]
+    slow = [sending([bytes([byte]) for byte in b'{"type": "state", "version": 1}'], 0.1) for _ in range(20)]
     await _all([*by_hand, *slow], _AT_A_TIME)
     return {"monsters": len(by_hand), "slow": len(slow)}
 

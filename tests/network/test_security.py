@@ -202,7 +202,7 @@ def test_nobody_without_a_certificate_of_the_job_gets_in_anywhere(job: Job, work
         with job.network.entered(_STRANGER):
             plain = socket.create_connection((address, port), timeout=_REFUSED_WITHIN)
         with plain, contextlib.suppress(ConnectionResetError):
-            plain.sendall(b'{"type": "look", "version": 1}\n' + b"x" * 100)
+            plain.sendall(b'{"type": "state", "version": 1}\n' + b"x" * 100)
             answer = b""
             while more := plain.recv(1000):  # until it is closed; in time, or this raises
                 answer += more
@@ -229,7 +229,7 @@ def test_nobody_without_a_certificate_of_the_job_gets_in_anywhere(job: Job, work
 
 def test_a_client_looks_and_stops_and_does_nothing_else(job: Job) -> None:
     me = job.client_identity()
-    state = job.talk(me, {"type": "look"})
+    state = job.talk(me, {"type": "state"})
     assert state is not None and [host["replica"] for host in state["hosts"]] == [0, 1]
     assert state["missing"] == [] and not state["ended"]
     refused = job.talk(me, {"type": "register", "host": state["hosts"][1]})
@@ -327,7 +327,7 @@ def attack(job: Job, victim: int, port: int, *more: str) -> tuple[dict[str, int]
             most = max(most, resident(victim))
             if time.monotonic() > looked + 2:
                 looked = time.monotonic()
-                answer = job.talk(me, {"type": "look"})
+                answer = job.talk(me, {"type": "state"})
                 assert answer is not None and answer["type"] == "state", answer
                 slowest = max(slowest, time.monotonic() - looked)
             time.sleep(0.1)

@@ -93,7 +93,11 @@ def test_a_script_knows_where_the_hosts_of_other_roles_meet() -> None:
     first, second, _ = found.app.roles
     assert first.args[first.args.index("--peers") + 1] == "b=tls:@B:2"
     assert "--peers" not in second.args
-    assert [spec.workload for spec in found.roles] == [WorkloadKind.RANKS, WorkloadKind.SESSION, WorkloadKind.COMMAND]
+    assert [spec.workload for spec in found.roles] == [
+        WorkloadKind.RANKS,
+        WorkloadKind.ALLOCATION,
+        WorkloadKind.COMMAND,
+    ]
     assert [spec.rendezvous for spec in found.roles] == [*meet.values(), "tls:@C:3"]
     ranks = AppDef("ranks", [Role("a", image="", entrypoint="torchrun", args=["t.py"], num_replicas=1)])
     assert "--peers" not in rewrite(ranks, WrapOptions(rendezvous=meet)).app.roles[0].args
@@ -148,7 +152,7 @@ def test_holds_a_copy_that_is_wrapped_and_described_like_any_command(given: list
     assert result.roles[1] == dataclasses.replace(app.roles[1], metadata={"monarch": {"sidecar": True}})
     wrapped = rewrite(result, WrapOptions())
     assert "torchx_monarch.host" in " ".join(wrapped.app.roles[0].args)
-    assert [spec.workload for spec in wrapped.roles] == [WorkloadKind.SESSION, WorkloadKind.NONE]
+    assert [spec.workload for spec in wrapped.roles] == [WorkloadKind.ALLOCATION, WorkloadKind.NONE]
 
 
 def test_refuses_to_hold_what_runs_no_ranks() -> None:

@@ -83,7 +83,7 @@ def test_a_stray_file_hides_no_app(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_damaged_file_leads_to_no_host(text: str, address: str) -> None:
     stored_apps.credentials("monarch_slurm").store("7", stored_apps.StoredCredentials(text, {"r": address}))
     with pytest.raises(UnreachableError) as error:
-        Connection.open(Target.from_handle("monarch_slurm://torchx/7", "r"), {"type": "look"})
+        Connection.open(Target.from_handle("monarch_slurm://torchx/7", "r"), {"type": "state"})
     assert error.value.final
 
 

@@ -292,8 +292,8 @@ def test_a_live_allocation() -> None:
     run = {"run": 3, "state": "failed", "exit_code": 1, "started": 940.0, "ended": 950.0, "command": "torchrun\nt.py"}
     live = LiveState(True, 2, None, 3, 0, 42.0, 600.0, [run])
     app = snapshot(args=["-m", "torchx_monarch.hosts"], entrypoint="python")
-    session = RoleSpec("train", 2, workload=WorkloadKind.SESSION)
-    app = replace(app, roles=[replace(app.roles[0], spec=session)])
+    allocation = RoleSpec("train", 2, workload=WorkloadKind.ALLOCATION)
+    app = replace(app, roles=[replace(app.roles[0], spec=allocation)])
     found = status_of(app, STARTED[:3], live=live)
     assert (found.phase, found.attempt) == ("ready", None)
     shown = render(found, NOW)

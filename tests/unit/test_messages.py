@@ -37,7 +37,7 @@ def received(data: bytes) -> list[Any]:
 
 
 def test_messages_of_any_length_arrive() -> None:
-    short: dict[str, Any] = {"type": "look"}
+    short: dict[str, Any] = {"type": "state"}
     assert received(b"".join(map(messages.encode, (short, LONG, short)))) == [short, LONG, short]
     assert received(messages.encode(LONG)[:-1]) == []  # the connection ended before it was complete
 

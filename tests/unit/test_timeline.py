@@ -15,7 +15,7 @@ from torchx_monarch.insight.timeline import Timeline, build, lost_seconds
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 
 ROLE = [RoleSpec("t", workload=WorkloadKind.RANKS)]
-LIVE = [RoleSpec("t", workload=WorkloadKind.SESSION)]
+LIVE = [RoleSpec("t", workload=WorkloadKind.ALLOCATION)]
 HOSTS: list[dict[str, Any]] = [
     {"replica": 0, "name": "a", "first_rank": 0, "pids": [7, 8], "imported": [101.0, 105.0]},
     {"replica": 1, "name": "b", "first_rank": 2, "pids": [9], "imported": []},

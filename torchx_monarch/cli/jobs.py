@@ -144,11 +144,11 @@ class JobReader:
 
     def _ask_live(self, app: AppSnapshot) -> LiveState | None:
         """Ask the hosts of a live allocation; return None for another job, and if they do not answer."""
-        role = next((role.spec.name for role in app.roles if role.spec.workload is WorkloadKind.SESSION), None)
+        role = next((role.spec.name for role in app.roles if role.spec.workload is WorkloadKind.ALLOCATION), None)
         if role is not None:
             with contextlib.suppress(UnreachableError, RefusedError, TimeoutError):
                 target = Target.from_handle(self.handle, role)
-                answer = ask(target, {"type": "look"}, PATIENCE)
+                answer = ask(target, {"type": "state"}, PATIENCE)
                 if (live := answer.get("live")) is not None:
                     facts = {name: live[name] for name in ("ready", "run", "runs", "queued", "idle", "idle_timeout")}
                     runs = ask(target, {"type": "runs"}, PATIENCE)["runs"]

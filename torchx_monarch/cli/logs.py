@@ -133,7 +133,7 @@ def _check_ranks(app: AppSnapshot, roles: Sequence[str], args: argparse.Namespac
     most = 0
     for spec in (role.spec for role in app.roles if role.spec.name in roles and role.spec.runs_hosts):
         command = rank_command(written[spec.name]) if spec.name in written else None
-        if command is None or command.ranks_per_host is None or spec.workload is WorkloadKind.SESSION:
+        if command is None or command.ranks_per_host is None or spec.workload is WorkloadKind.ALLOCATION:
             return
         most = max(most, (spec.replicas - spec.spares) * command.ranks_per_host)
     if 0 < most <= (last := max(ranks[-1] for ranks in args.rank)):

@@ -203,7 +203,7 @@ class Hosts:
             return AllocationStatus(app_state.name, message=app_state.reason or str(error))
 
     def _read_status(self, target: Target) -> AllocationStatus:
-        answer = ask(target, {"type": "look"})
+        answer = ask(target, {"type": "state"})
         if answer.get("ended"):
             raise UnreachableError("they are ending")
         live = answer.get("live")

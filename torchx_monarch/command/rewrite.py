@@ -245,7 +245,7 @@ def _wrap(
     if start.unwrapped:
         return RoleSpec.from_role(role, unwrapped=start.unwrapped)
     rendezvous, retries = options.rendezvous.get(role.name, ""), max(0, role.max_retries)
-    workload = WorkloadKind.SESSION if start.kind == "hosts" else WorkloadKind.RANKS
+    workload = WorkloadKind.ALLOCATION if start.kind == "hosts" else WorkloadKind.RANKS
     if spares and found is not None:
         role.num_replicas, role.min_replicas = replicas, found.command.fewest(role.num_replicas)
     # A lost replica is replaced while the others are alive.

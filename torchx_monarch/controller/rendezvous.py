@@ -8,7 +8,7 @@ result. Each side counts the other as lost when the connection breaks, or stays 
 =========================  =======================================================================================
 host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, ``answer`` and
                            the reports (``host_messages``)
-client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``), and the kinds in
+client to replica 0        ``state``, ``stop`` (greetings; the answer is ``state``), and the kinds in
                            ``Rendezvous.clients``
 replica 0 to either        ``registered`` (with its name), ``alive``, ``refused`` (with the reason), ``state``,
                            ``request`` and ``cancel`` (``host_messages``), ``result``
@@ -123,7 +123,7 @@ class Rendezvous:
     ) -> None:
         self.events = HostEvents()
         self.hosts = HostRegistry(network.options.replicas)
-        self.clients: dict[str, Serve] = {"look": self._look, "stop": self._stop}
+        self.clients: dict[str, Serve] = {"state": self._send_state, "stop": self._stop}
         self._network = network
         self._replicas = network.options.replicas
         self._fewest = self._replicas if fewest is None else fewest
@@ -281,7 +281,7 @@ class Rendezvous:
         hosts = list(self.hosts.registered.values())
         return {"type": "state", "hosts": hosts, "missing": self.hosts.missing, "ended": self._result is not None}
 
-    async def _look(self, peer: Peer) -> None:
+    async def _send_state(self, peer: Peer) -> None:
         await peer.send(self.state())
 
     async def _stop(self, peer: Peer) -> None:

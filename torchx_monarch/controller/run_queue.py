@@ -10,7 +10,7 @@ Clients send these greetings to replica 0, one per connection, in addition to th
 ``end-run``    stop a run and keep the hosts; the answer is ``ending``
 =============  =====================================================================================================
 
-The answer to ``look`` has a further field ``live``, and ``stop`` releases the hosts. A run continues when its client
+The answer to ``state`` has a further field ``live``, and ``stop`` releases the hosts. A run continues when its client
 disconnects. Its records are ``run``, ``phase``, ``output`` (of one rank), ``value`` (a part of what a function returned
 in one rank), ``attempts``, ``exit`` (one per rank of the last attempt), and finally ``result``.
 """
@@ -183,7 +183,7 @@ class RunQueue:
         self._readers: dict[int, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         for kind, handler in {
-            "look": self._look,
+            "state": self._send_state,
             "stop": self._stop,
             "run": self._run,
             "follow": self._follow,
@@ -421,7 +421,7 @@ class RunQueue:
             if run.last_record is not None and not last.startswith(b'{"type":"result"'):
                 await peer.send(run.last_record)
 
-    async def _look(self, peer: Peer) -> None:
+    async def _send_state(self, peer: Peer) -> None:
         await peer.send(self.state())
 
     async def _stop(self, peer: Peer) -> None:

@@ -171,7 +171,7 @@ class RankRuns(Workload):
         run = RunSpec(command, host.environ, options.preload_modules, env or {}, cwd, options.forks_ranks)
         self._recorders = self._recorders or FlightRecorders(host.sockets)
         logs = RankLogs(options.replica, host.hostname, log_dir, run, host.stdout, host.stderr, self._output)
-        starter = RankStarter(run.with_leading() if options.leads else run, self._zygotes, host.reporter.line)
+        starter = RankStarter(run.with_leading() if options.shares_imports else run, self._zygotes, host.reporter.line)
         says = (host.reporter.line, self._report_first_output)
         self.pool = pool = RankPool(logs, starter, self._recorders, host.attach_socket, *says)
         return pool

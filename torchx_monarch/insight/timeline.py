@@ -350,7 +350,7 @@ class _RoleReader:
 
     def _change_phase(self, kind: str, time: float) -> None:
         present, following = self._view.phase, self._phase_after.get(kind)
-        if kind == "hosts" and self._role.workload is WorkloadKind.SESSION:
+        if kind == "hosts" and self._role.workload is WorkloadKind.ALLOCATION:
             following = "ready"
         elif kind == "replica_started" and present.name == "queued" and self._role.runs_hosts:
             following = "hosts"

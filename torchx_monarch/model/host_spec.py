@@ -193,7 +193,7 @@ class HostSpec:
         return self.ranks == "fork"
 
     @property
-    def leads(self) -> bool:
+    def shares_imports(self) -> bool:
         """Whether the zygote executes the leading statements of the program."""
         return AUTO in self.preload and self.forks_ranks
 

@@ -92,13 +92,13 @@ class WorkloadKind(str, enum.Enum):
         NONE: nothing: the role's command runs as it is, and its replicas have no host process.
         COMMAND: the role's command, which starts no ranks: one process for each replica.
         RANKS: the ranks of a torchrun or Python command.
-        SESSION: runs that clients submit to a live allocation.
+        ALLOCATION: runs that clients submit to a live allocation.
     """
 
     NONE = ""
     COMMAND = "command"
     RANKS = "ranks"
-    SESSION = "session"
+    ALLOCATION = "allocation"
 
 
 @dataclass(frozen=True)
@@ -161,14 +161,14 @@ class RoleSpec:
     @property
     def runs_ranks(self) -> bool:
         """Whether its host processes run ranks: one of them succeeds only when all of the role do."""
-        return self.workload in (WorkloadKind.RANKS, WorkloadKind.SESSION)
+        return self.workload in (WorkloadKind.RANKS, WorkloadKind.ALLOCATION)
 
     def describe_start(self) -> str:
         """Describe in one line what the backend starts for each replica."""
         starts = {
             WorkloadKind.COMMAND: "a host process, which starts the command",
             WorkloadKind.RANKS: "a host process, which starts the ranks",
-            WorkloadKind.SESSION: "a host process, which waits for runs",
+            WorkloadKind.ALLOCATION: "a host process, which waits for runs",
         }
         start = starts.get(self.workload, f"the command, without a host process: {self.unwrapped}")
         return f"role {self.name}: each replica starts {start}"

@@ -102,7 +102,7 @@ class SupervisorLoop:
 
     def _peers(self) -> str:
         specs = [role.spec for role in self._request.roles]
-        meshes = [index for index, spec in enumerate(specs) if spec.workload is WorkloadKind.SESSION]
+        meshes = [index for index, spec in enumerate(specs) if spec.workload is WorkloadKind.ALLOCATION]
         return ",".join(f"{specs[index].name}=unix:{self._socket(index)}" for index in meshes)
 
     def _socket(self, role_index: int) -> str:
