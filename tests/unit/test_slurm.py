@@ -32,7 +32,7 @@ from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.record import RoleRecord, SupervisorRecord
 from torchx_monarch.backends.slurm.backend import SlurmBackend, parse_jobs
-from torchx_monarch.backends.slurm.batch_step import BatchRecord, BatchStep, load_record
+from torchx_monarch.backends.slurm.batch_step import BatchRecord, BatchStep
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.components import ft
 from torchx_monarch.model import codec
@@ -435,7 +435,7 @@ def test_steps_that_end_as_slurm_queues_the_job_again_do_not_end_the_job(
     monkeypatch.setattr("torchx_monarch.backends.slurm.batch_step._run", lambda *words: answers[words[0]])
     write(job, State.FAILED, 3, "replica r/0 exited with code 3")
     assert batch_step._conclude() == 3
-    record = load_record(job)
+    record = BatchRecord.load(job)
     assert record is not None and (record.state, record.outside) == (State.FAILED, True)
     (event,) = map(json.loads, Path(job.events).read_text().splitlines())
     assert event["kind"] == "stop"

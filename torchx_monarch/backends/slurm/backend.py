@@ -26,7 +26,7 @@ from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.slurm import render
-from torchx_monarch.backends.slurm.batch_step import BatchRecord, load_record
+from torchx_monarch.backends.slurm.batch_step import BatchRecord
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.model.role_spec import RoleSpec
@@ -97,7 +97,7 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
 
         SBATCH_ARRAY_INX would make the submitted job an array.
         """
-        inside = ("SBATCH_ARRAY_INX", *(("SLURM_", "SLURMD_") if "SLURM_JOB_ID" in os.environ else ()))
+        inside = ("SBATCH_ARRAY_INX", "SLURM_", "SLURMD_") if "SLURM_JOB_ID" in os.environ else ("SBATCH_ARRAY_INX",)
         found = super().environ()
         return {name: found[name] for name in found if name in _INHERITED or not name.startswith(inside)}
 
@@ -166,14 +166,14 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
 
     def has_recorded_end(self, folder: JobFolder) -> bool:
         """Return whether the batch step has recorded the end, and Slurm cannot know more."""
-        record = load_record(folder)
+        record = BatchRecord.load(folder)
         return record is not None and record.ended is not None and not record.outside
 
     def read(
         self, app_id: str, folder: JobFolder, queued: Mapping[str, QueuedJob], *, brief: bool
     ) -> BatchSnapshot | None:
         """Return the snapshot of a job, whose outcome is Slurm's and the batch step's."""
-        record, app = load_record(folder), super().read(app_id, folder, queued, brief=brief)
+        record, app = BatchRecord.load(folder), super().read(app_id, folder, queued, brief=brief)
         if app is None:
             return None
         job = queued.get(*app.jobs) if app.jobs else None

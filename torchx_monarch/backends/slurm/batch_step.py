@@ -75,10 +75,10 @@ class BatchRecord:
     ended: Seconds | None = None
     outside: bool = False
 
-
-def load_record(folder: JobFolder) -> BatchRecord | None:
-    """Read job.json; return None if it is missing, or just being replaced."""
-    return state_files.load_undamaged(BatchRecord, folder.record, folder.trusted)
+    @classmethod
+    def load(cls, folder: JobFolder) -> BatchRecord | None:
+        """Read job.json; return None if it is missing, or just being replaced."""
+        return state_files.load_undamaged(cls, folder.record, folder.trusted)
 
 
 class BatchStep:
@@ -87,7 +87,7 @@ class BatchStep:
     def __init__(self, folder: JobFolder, request: SlurmRequest) -> None:
         self._folder = folder
         self._request = request
-        before = load_record(folder)
+        before = BatchRecord.load(folder)
         self._record = BatchRecord(os.environ["SLURM_JOB_ID"], time.time())
         self._is_queued_again = before is not None
         if before is not None:
