@@ -209,7 +209,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         submitted = dataclasses.replace(dryrun_info.submitted, app=dryrun_info.app)
         needs_owner = self.inner.capabilities.needs_owner and owner.needs_owner(submitted.roles)
         owning = owner.starting(self.backend) if needs_owner else contextlib.nullcontext(lambda app_id: None)
-        with self._foreground.submission() as on_submitted, owning as own:
+        with self._foreground.submission() as on_submitted, owning as send_id:
             hosts = client = ""
             if self.inner.has_network:
                 from torchx_monarch.transport import credentials
@@ -218,7 +218,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
                 hosts, client = for_hosts.to_text(), for_client.to_text()
             push_images(self.inner.workspace, dryrun_info.images)
             app_id = self.inner.submit(dryrun_info.rendered, submitted, hosts)
-            own(app_id)
+            send_id(app_id)
             on_submitted(app_id)
             if client:
                 rendezvous = {role.name: role.rendezvous for role in submitted.roles if role.rendezvous}

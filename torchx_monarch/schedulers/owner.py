@@ -45,9 +45,12 @@ def needs_owner(roles: Sequence[RoleSpec]) -> bool:
     The hosts of a role end each other, unless lost ones are replaced. Those of several roles do not where a role has
     failed before another one has started.
     """
-    role = roles[0]
-    ends_itself = role.runs_hosts and not (role.retry_policy is RetryPolicy.REPLICA and role.max_retries)
-    return len(roles) > 1 or (role.replicas > 1 and not ends_itself)
+
+    def ends_itself(role: RoleSpec) -> bool:
+        is_replaced = role.retry_policy is RetryPolicy.REPLICA and role.max_retries > 0
+        return role.replicas == 1 or (role.runs_hosts and not is_replaced)
+
+    return len(roles) > 1 or not all(map(ends_itself, roles))
 
 
 @contextlib.contextmanager
@@ -56,34 +59,37 @@ def starting(scheduler: str) -> Iterator[Callable[[str], None]]:
 
     It imports what it needs while the app is submitted.
     """
-    log = os.path.join(state_files.make_folder(), "owner.log")
-    with open(safe_files.open_log(log), "ab") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", __name__, scheduler],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            env={name: value for name, value in os.environ.items() if name not in JOB_VARIABLES},
-            start_new_session=True,
-        )
+    try:
+        errors = safe_files.open_log(os.path.join(state_files.make_folder(), "owner.log"))
+    except OSError:  # the owner works without
+        errors = os.open(os.devnull, os.O_WRONLY)
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, scheduler],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        env={name: value for name, value in os.environ.items() if name not in JOB_VARIABLES},
+        start_new_session=True,
+    )
+    os.close(errors)
 
-    def own(app_id: str) -> None:
+    def send_id(app_id: str) -> None:
         assert process.stdin is not None
         try:
             process.stdin.write(f"{app_id}\n".encode())
             process.stdin.flush()
         except OSError:
-            reason = "what does not end by itself runs until `torchx cancel`"
-            _log.warning("The job runs, but its owner has not started (see %s): %s", log, reason)
+            folder, reason = state_files.state_dir(), "what does not end by itself runs until `torchx cancel`"
+            _log.warning("The job runs, but its owner has not started (see owner.log in %s): %s", folder, reason)
 
     with process:  # it leaves the owner behind, and ends (``main``)
-        yield own
+        yield send_id
 
 
 def own(apps: Apps[Any], app_id: str) -> None:
     """Wait for the end of an app; stop what runs on ``SETTLE`` seconds after its outcome was decided."""
     interval = max(_MIN_INTERVAL, _POLLS * apps.backend.poll)
-    decided, answered = 0.0, time.monotonic()
+    decided, answered, last_error = 0.0, time.monotonic(), ""
     while time.monotonic() < answered + _SILENCE:
         try:
             found = apps.read(app_id, brief=True)
@@ -95,7 +101,9 @@ def own(apps: Apps[Any], app_id: str) -> None:
             if outcome is not None and now >= decided + SETTLE:
                 apps.backend.stop(found[0], outcome, None)
         except BackendError as error:
-            print(f"{time.strftime('%F %T')} {app_id}: {error}", file=sys.stderr, flush=True)
+            if str(error) != last_error:
+                last_error = str(error)
+                print(f"{time.strftime('%F %T')} {app_id}: {last_error}", file=sys.stderr, flush=True)
             apps.backend.close()  # the next read connects again
         time.sleep(interval)
 
