@@ -356,12 +356,13 @@ def test_those_that_wait_for_jobs_ask_slurm_together_and_less_often_while_nothin
         os.symlink(copy_of(job, number), os.path.join(SlurmBackend()._index, number))
     said[0] = "\n".join(f"{number}|RUNNING|None" for number in ids)
     apps = Apps(SlurmBackend(), "monarch_slurm")
+    others = Apps(SlurmBackend(), "monarch_slurm")  # of another Runner
 
     def wait(seconds: float) -> list[bool]:
         asked.clear()
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            ended = [apps.wait(number, 0.0) for number in ids]
+            ended = [*(apps.wait(number, 0.0) for number in ids[:3]), *(others.wait(number, 0.0) for number in ids[3:])]
             time.sleep(0.5)
         return ended
 

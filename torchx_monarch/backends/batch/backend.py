@@ -85,6 +85,8 @@ class Job(NamedTuple):
     submit_args: Sequence[str]
 
 
+_reports: dict[str, QueueReport] = {}
+
 O = TypeVar("O", bound=SubmitOpts)  # noqa: E741
 
 
@@ -111,9 +113,6 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
     job_id: ClassVar[str] = r"(\d+)"
     unknown_job: ClassVar[str] = r"(?i)not exist|unknown|invalid job|not found|finished"
     install: ClassVar[str] = ""
-
-    def __init__(self) -> None:
-        self._report = QueueReport(self.report)
 
     # -- what a batch system adds --------------------------------------------------------------------------------------
 
@@ -324,6 +323,11 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
                 if os.path.exists(folder.app):
                     found[name] = folder
         return found
+
+    @property
+    def _report(self) -> QueueReport:
+        """The batch system's latest report, which all Runners of a process share."""
+        return _reports.setdefault(self._index, QueueReport(self.report))
 
     @property
     def _index(self) -> str:

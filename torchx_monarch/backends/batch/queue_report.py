@@ -14,14 +14,21 @@ from torchx_monarch.model.state import State
 
 _MIN_INTERVAL = 2.0
 _MAX_INTERVAL = 60.0
-"""Seconds between two questions, which double while nothing changes: administrators of clusters ask for that."""
+"""Seconds between two reports, which double while nothing changes: administrators of clusters ask for that."""
 
 
-class _Seen(NamedTuple):
-    """How an app was read last: from where, with the report of when, what its files said, and its replicas' states."""
+class _LastRead(NamedTuple):
+    """How an app was read last.
+
+    Attributes:
+        folder: its folder.
+        report_time: when the report was made with which it was read.
+        files: what its files said.
+        states: the states of its replicas, and whether they are stuck.
+    """
 
     folder: JobFolder
-    asked: float
+    report_time: float
     files: object
     states: list[tuple[State, bool]]
 
@@ -39,19 +46,19 @@ class QueueReport:
         self._ask = ask
         self._lock = threading.Lock()
         self._jobs: Mapping[str, QueuedJob] = {}
-        self._asked = self._interval = 0.0
-        self._apps: dict[str, _Seen] = {}
+        self._report_time = self._interval = 0.0
+        self._apps: dict[str, _LastRead] = {}
 
     def has_news(self, app_id: str, folder: JobFolder) -> bool:
         """Return whether an app is to be read: with a report that it was not read with yet, or as it has ended."""
-        seen = self._apps.get(app_id)
-        if seen is None or seen.asked != self._asked or self._is_due(folder):
+        last = self._apps.get(app_id)
+        if last is None or last.report_time != self._report_time or self._is_due(folder):
             return True
-        return all(state.is_terminal for state, _ in seen.states)
+        return all(state.is_terminal for state, _ in last.states)
 
     def _is_due(self, folder: JobFolder) -> bool:
         interval = self._interval if folder.load_ending() is None else _MIN_INTERVAL
-        return time.monotonic() >= self._asked + interval
+        return time.monotonic() >= self._report_time + interval
 
     def read(
         self, app_id: str, folder: JobFolder, read: Callable[[Mapping[str, QueuedJob]], BatchSnapshot | None]
@@ -61,8 +68,8 @@ class QueueReport:
             before = self._apps.get(app_id)
             app = None if before is None or self._is_due(folder) else read(self._jobs)
             if app is None or before is None or app.files != before.files:
-                folders = {known: seen.folder for known, seen in self._apps.items()}
-                self._jobs, self._asked = self._ask({**folders, app_id: folder}), time.monotonic()
+                folders = {known: last.folder for known, last in self._apps.items()}
+                self._jobs, self._report_time = self._ask({**folders, app_id: folder}), time.monotonic()
                 self._interval = min(_MAX_INTERVAL, 2 * self._interval)
                 app = read(self._jobs)
             if app is None:
@@ -71,7 +78,7 @@ class QueueReport:
             states = [(replica.state, replica.is_stuck) for replica in app.replicas]
             if before is None or (app.files, states) != (before.files, before.states):
                 self._interval = _MIN_INTERVAL
-            self._apps[app_id] = _Seen(folder, self._asked, app.files, states)
+            self._apps[app_id] = _LastRead(folder, self._report_time, app.files, states)
             return app
 
     def forget(self, app_id: str) -> None:

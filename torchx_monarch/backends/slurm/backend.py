@@ -79,7 +79,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
     poll = 0.1
 
     def __init__(self) -> None:
-        super().__init__()
         self.workspace = _DirWorkspace()
 
     # -- commands ------------------------------------------------------------------------------------------------------
