@@ -208,11 +208,16 @@ def _check_other_role(role: Role, found: RankCommand | None, app: AppDef, wrap: 
     needs_none = kind == "python" or (kind == "torchrun" and role.num_replicas == 1)
     if is_sidecar(role) and needs_none and not wrap:
         return
+    here = ""
+    if not is_sidecar(role) and not read_number(role, MIN_GROUPS):  # a mesh or a group is of no use alone
+        here = (
+            f". Here, submit {role.name!r} as an app of its own or, if it is one process that the others can do "
+            f"without, as a sidecar: {_setting(SIDECAR)}"
+        )
     raise CommandError(
         f"role {role.name!r} needs hosts, and this scheduler has them in the first role alone ({app.roles[0].name!r}), "
         "because replicas learn no other role's address. Other monarch_* schedulers, such as monarch_slurm and "
-        f"monarch_kubernetes, have them in all roles. Here, submit {role.name!r} as an app of its own or, if it is one "
-        f"process that the others can do without, as a sidecar: {_setting(SIDECAR)}"
+        f"monarch_kubernetes, have them in all roles{here}"
     )
 
 
