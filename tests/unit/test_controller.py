@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The transitions that events cause: which end a job, which start it on other hosts, and which wait their turn."""
+"""A job on hosts whose answers are scripted: its attempts, and the transitions that events cause."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from tests.waits import WITHIN
 from torchx_monarch.controller import elastic
+from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange, listed
+from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import (
     HostEvent,
     HostLost,
@@ -22,115 +27,150 @@ from torchx_monarch.controller.host_events import (
     RunEndRequested,
     StopRequested,
 )
+from torchx_monarch.controller.host_messages import (
+    BeginRun,
+    Exits,
+    Launched,
+    LaunchRanks,
+    OpenStore,
+    Request,
+    RunBegun,
+    StoreOpened,
+    WatchRanks,
+)
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobHosts, JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.system.console import Console
+from torchx_monarch.model.job_result import JobResult, RankExit
+from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.transport.connections import Address
 
-DONE = JobResult(0, "done")
+FIXED = NodeRange(2, 2, 0.2)
+SPARED = NodeRange(2, 2, 0.2, spares=1)
+BEGUN = RunBegun(1, "id", 1, 1.0)
+
+
+def exits(replica: int, code: int, stopped_at: float | None = None) -> tuple[int, Exits]:
+    return replica, [RankExit(replica, 0, replica, f"node{replica}", 7, code, 2.0, stopped_at)]
+
+
+GOOD = [exits(0, 0), exits(1, 0)]
 LOST = HostLost(1, JobResult(1, "lost"))
-PREEMPTED = HostPreempted(1, JobResult(143, "preempted", stopped=True))
+PREEMPTED = HostPreempted(1, JobResult(143, "preempted", stopped=True, replica=1))
 STOP = StopRequested(0, JobResult(143, "stopped", stopped=True), signal.SIGINT)
 RUN_END = RunEndRequested(0, JobResult(143, "run ended", stopped=True))
 
 
-class Job(Controller):
-    """A controller whose work is scripted: each step is a result, or events, the first of which interrupts the work."""
+class Job(JobHosts):
+    """A job whose attempts are given: the exits that its hosts report, or the event that interrupts them.
 
-    def __init__(self, sizes: NodeRange, replacements: int, *steps: JobResult | tuple[HostEvent, ...]) -> None:
-        replicas = sizes.most + sizes.spares
-        network = HostNetwork(Address("unix", path="/nowhere"), HostSpec(replicas=replicas, spares=sizes.spares))
-        self.rendezvous = Rendezvous(network, sizes.fewest)
-        self.log: list[object] = []
-        self.closed: list[JobResult] = []
-        self.while_stopping: Callable[[], None] = lambda: None
-        self.spared = sizes.spares > 0
-        self._steps = list(steps)
+    ``log`` has the replicas of each mesh, and the signals that have stopped the ranks.
+    """
+
+    def __init__(
+        self, sizes: NodeRange, replacements: int, *attempts: Sequence[tuple[int, Exits]] | HostEvent | Interrupted
+    ) -> None:
+        spec = HostSpec(
+            replicas=sizes.most + sizes.spares,
+            spares=sizes.spares,
+            replacements=replacements,
+            host_timeout=1.0,
+            lease=0.05,
+        )
+        self.rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere"), spec), sizes.fewest)
         reporter = Reporter(Console(2), None, "trainer")
-        self.gatherer = HostGatherer(sizes, self.rendezvous.hosts, reporter, HostFailures(2))
-        options = JobOptions(HostSpec(replacements=replacements, lease=0.05), sizes, report_timeout=0.05)
-        hosts = JobHosts(options, self.rendezvous.requests, self.rendezvous.events, reporter, AsyncMock())
-        super().__init__(self.rendezvous, self.gatherer, hosts, Mock(), AsyncMock(close=self.close))
-        self._attempts.hosts_changed = self.hosts_changed  # type: ignore[method-assign]
-        self.register(range(replicas))
+        options = JobOptions(spec, sizes, report_timeout=0.05)
+        super().__init__(options, self.rendezvous.requests, self.rendezvous.events, reporter, AsyncMock())
+        self.failures = HostFailures(2)
+        self.gatherer = HostGatherer(sizes, self.rendezvous.hosts, reporter, self.failures)
+        self.report: HostEvent | None = None  # arrives after the exits
+        self.log: list[object] = []
+        self.while_stopping: Callable[[], None] = lambda: None
+        self._attempts = list(attempts)
+        self.register(range(spec.replicas))
 
     def register(self, replicas: Iterable[int]) -> None:
         for replica in replicas:
-            self.rendezvous.register(Registration(replica, "node", 1, 1))
+            self.rendezvous.register(Registration(replica, f"node{replica}", 1, 1))
 
-    async def _execute_runs(self, hosts: list[Registration]) -> JobResult:
+    def form(self, hosts: list[Registration]) -> None:
         self.log.append([host.replica for host in hosts])
-        step = self._steps.pop(0)
-        if isinstance(step, JobResult):
-            return step
-        for event in step:
-            if isinstance(event, HostLost):
-                del self.rendezvous.hosts.registered[event.replica]
-            self.rendezvous.events.post(event)
-        return await self.rendezvous.events.interrupt(asyncio.sleep(60, DONE))
+        super().form(hosts)
 
-    async def _stop_ranks(self, event: HostEvent, left: bool) -> bool:
-        self.log.append((type(event).__name__, event.signal, left))
+    async def ask_own(self, request: Request[Any], timeout: float) -> Any:
+        assert isinstance(request, OpenStore)
+        return StoreOpened("node0", 29500, True)
+
+    async def ask(self, request: Request[Any], *args: Any) -> AsyncIterator[tuple[int, Any]]:
+        answers: dict[type[Request[Any]], Any] = {BeginRun: BEGUN, LaunchRanks: Launched((7,))}
+        if type(request) in answers:
+            for host in self.present:
+                yield host.replica, answers[type(request)]
+        if isinstance(request, WatchRanks):
+            step = self._attempts.pop(0)
+            if isinstance(step, Interrupted):
+                raise step
+            if isinstance(step, HostEvent):
+                self.post(step)
+                await self.events.interrupt(asyncio.sleep(WITHIN))
+            else:
+                for answer in step:
+                    yield answer
+                if self.report is not None:
+                    asyncio.get_running_loop().call_later(0.01, self.post, self.report)
+
+    def post(self, event: HostEvent) -> None:
+        if isinstance(event, HostLost):
+            del self.rendezvous.hosts.registered[event.replica]
+        self.events.post(event)
+
+    async def stop(self, number: int, grace: float, note: Callable[[Exits], None]) -> None:
+        self.log.append(number)
         self.while_stopping()
-        return True
-
-    def hosts_changed(self, joined: bool) -> None:
-        self.log.append(joined)
-        if not self.spared:
+        if not self.options.sizes.spares:
             self.register(self.rendezvous.hosts.missing)  # replacements arrive
 
-    async def close(self, result: JobResult) -> None:
-        self.closed.append(result)
+    def attempts(self) -> Attempts:
+        return Attempts(self, self.gatherer, HangWatch(self))
 
     def result(self) -> JobResult:
-        result = asyncio.run(asyncio.wait_for(self.run(), WITHIN))
-        assert self.closed == [result]
-        return result
-
-
-FIXED = NodeRange(2, 2, 0.2)
+        controller = Controller(self.rendezvous, self.gatherer, self, self.attempts)
+        return asyncio.run(asyncio.wait_for(controller.run(), WITHIN))
 
 
 def test_losses_while_ranks_are_stopped_cost_one_replacement() -> None:
-    job = Job(NodeRange(3, 3, 0.2), 1, (LOST,), DONE)
-
-    def another() -> None:
-        del job.rendezvous.hosts.registered[2]
-        job.rendezvous.events.post(HostLost(2, JobResult(1, "lost too")))
-
-    job.while_stopping = another
-    assert job.result() is DONE
-    assert job.log == [[0, 1, 2], ("HostLost", 15, True), False, [0, 1, 2]]
-    assert job.rendezvous.events.pending == []
+    job = Job(NodeRange(3, 3, 0.2), 1, LOST, GOOD)
+    job.while_stopping = lambda: job.post(HostLost(2, JobResult(1, "lost too")))
+    assert job.result().code == 0
+    assert job.log == [[0, 1, 2], signal.SIGTERM, [0, 1, 2]]
+    assert job.events.pending == []
 
 
 def test_a_stop_request_while_ranks_are_stopped_is_not_lost() -> None:
-    job = Job(FIXED, 1, (LOST,))
-    job.while_stopping = lambda: job.rendezvous.events.post(STOP) if len(job.log) == 2 else None
+    job = Job(FIXED, 1, LOST)
+    job.while_stopping = lambda: job.post(STOP)
     assert job.result() is STOP.result
-    assert job.log == [[0, 1], ("HostLost", 15, True), False, ("StopRequested", 2, False)]
+    assert job.log == [[0, 1], signal.SIGTERM]
+
+
+def test_a_stop_request_has_its_own_signal() -> None:
+    job = Job(FIXED, 0, STOP)
+    assert job.result() is STOP.result and job.log == [[0, 1], signal.SIGINT]
 
 
 def test_the_end_of_a_run_waits_until_the_hosts_are_together() -> None:
-    job = Job(FIXED, 0, DONE)
-    job.rendezvous.events.post(RUN_END)
-    assert job.result() is DONE
-    assert job.rendezvous.events.pending == [RUN_END]
+    job = Job(FIXED, 0, GOOD)
+    job.post(RUN_END)
+    assert job.result().code == 0
+    assert job.events.pending == [RUN_END]
 
 
 def test_what_interrupts_is_an_event_of_the_work_as_well() -> None:
-    job = Job(FIXED, 0)
-
-    async def fails(hosts: list[Registration]) -> JobResult:
-        raise Interrupted(StopRequested(0, JobResult(7, "no mesh")))
-
-    job._execute_runs = fails  # type: ignore[method-assign]
-    assert job.result() == JobResult(7, "no mesh")
+    result = JobResult(7, "no mesh")
+    assert Job(FIXED, 0, Interrupted(StopRequested(0, result))).result() is result
 
 
 @pytest.mark.parametrize(
@@ -147,34 +187,74 @@ def test_replicas_are_listed_in_a_line_of_bounded_length(replicas: Iterable[int]
     assert listed(replicas) == text
 
 
-SPARED = NodeRange(2, 2, 0.2, spares=1)
-
-
 def test_a_spare_takes_the_place_of_a_preempted_host() -> None:
-    job = Job(SPARED, 0, (PREEMPTED,), DONE)
+    job = Job(SPARED, 0, PREEMPTED, GOOD)
     job.rendezvous._writers[1] = AsyncMock(write=Mock())
-    assert job.result() is DONE
-    assert job.log == [[0, 1], ("HostPreempted", 15, True), False, [0, 2]]
+    assert job.result().code == 0
+    assert job.log == [[0, 1], signal.SIGTERM, [0, 2]]
 
 
-def test_a_spare_that_is_missing_fails_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("missing", "used"), [(2, [0, 1]), (1, [0, 2])], ids=["the spare", "another"])
+def test_a_host_that_never_comes_fails_no_job_with_a_spare(
+    missing: int, used: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(elastic, "_ORDER_TIMEOUT", 0.2)
-    job = Job(SPARED, 0, DONE)
-    del job.rendezvous.hosts.registered[2]
-    assert job.result() is DONE and job.log == [[0, 1]]
-    job = Job(SPARED, 0, DONE)
-    del job.rendezvous.hosts.registered[1]  # it never comes: the spare is enough
-    assert job.result() is DONE and job.log == [[0, 2]]
+    job = Job(SPARED, 0, GOOD)
+    del job.rendezvous.hosts.registered[missing]
+    assert job.result().code == 0 and job.log == [used]
 
 
 def test_a_host_that_fails_again_stays_where_no_other_can_take_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(NodeRange(2, 2, 0.2), 0, DONE)
-    assert job.result() is DONE
+    job = Job(FIXED, 0, GOOD)
+    assert job.result().code == 0
     said: list[str] = []
-    monkeypatch.setattr(job.gatherer._reporter, "report", lambda kind, message, **more: said.append(message))
+    monkeypatch.setattr(job.reporter, "report", lambda kind, message, **more: said.append(message))
     hosts = job.rendezvous.hosts.registered
     assert [job.gatherer.blame(hosts[replica], "boom") for replica in (0, 0, 1, 1)] == [None] * 4
     assert [message.partition("; it stays, because ")[2] for message in said] == [
         "the controller runs there",
         "no other host can take its place now",
     ]
+
+
+@pytest.mark.parametrize("code", [-15, 0], ids=["killed by SIGTERM", "handles SIGTERM and exits with 0"])
+def test_a_signal_to_a_host_is_the_cause_even_if_the_exits_of_its_ranks_arrive_first(code: int) -> None:
+    job = Job(FIXED, 0, [exits(0, 0), exits(1, code, stopped_at=1.0)])
+    job.report = PREEMPTED
+    assert job.result() == PREEMPTED.result
+
+
+def test_ranks_that_a_host_has_stopped_without_a_report_have_not_succeeded() -> None:
+    result = Job(FIXED, 0, [exits(0, 0), exits(1, -15, stopped_at=1.0)]).result()
+    assert result.code == 143
+    assert result.reason.startswith("host 1 has stopped its ranks and not reported why: rank 1 (")
+
+
+def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_path: Path) -> None:
+    recorded = tmp_path / "events.jsonl"
+
+    async def main() -> None:
+        job = Job(FIXED, 0, GOOD)
+        job.reporter = Reporter(Console(2), str(recorded), "trainer")
+        job.form(list(job.rendezvous.hosts.registered.values()))
+        attempts = job.attempts()
+        assert await attempts.run(job.present, BEGUN) == JobResult(0, "all 2 ranks ended with code 0")
+        attempts.hosts_changed(joined=True)
+        assert attempts.current.number == 1
+        await attempts.stop(15)
+
+    asyncio.run(asyncio.wait_for(main(), WITHIN))
+    WriterThread.finish()
+    events = map(json.loads, recorded.read_text().splitlines())
+    assert [event["attempt"] for event in events if event["kind"] == "attempt_end"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("codes", "blamed"),
+    [((3, 3), []), ((0, 3), ["node1"]), ((3, 4), ["node0"])],
+    ids=["all hosts alike", "one host", "each differently"],
+)
+def test_a_failure_that_all_hosts_share_is_not_counted_for_a_machine(codes: tuple[int, ...], blamed: list[str]) -> None:
+    job = Job(FIXED, 0, [(0, [exits(replica, code)[1][0] for replica, code in enumerate(codes)])], GOOD)
+    assert job.result().code == 0
+    assert [name for name in ("node0", "node1") if name in job.failures._failures] == blamed

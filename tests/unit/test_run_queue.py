@@ -106,11 +106,10 @@ def test_output_of_hosts_is_read_no_faster_than_replica_0_writes_it(
         replica0 = Replica0(tmp_path)
         monkeypatch.setattr(replica0.runs.hosts, "ask_host", answer)
         replica0.submit()
-        await replica0.runs.next_run()
-        run = replica0.runs.current
-        assert run is not None and run.run_log is not None
+        run = await replica0.runs.next_run()
+        assert isinstance(run, Run) and run.run_log is not None
         run.run_log._writer.call(stalled.wait)  # the disk
-        replica0.runs.begun([Registration(1, "node1", 1, 1)])
+        replica0.runs.begun(run, [Registration(1, "node1", 1, 1)])
         await until_async(lambda: read * len(part) >= 1 << 20, "the output that may wait")
         for _ in range(1000):
             await asyncio.sleep(0)
@@ -143,9 +142,8 @@ def test_the_end_of_a_queued_run_leaves_the_timeout_of_the_running_one(tmp_path:
         replica0 = Replica0(tmp_path)
         replica0.submit(timeout=0.01)
         replica0.submit()
-        await replica0.runs.next_run()
-        running = replica0.runs.current
-        assert running is not None
+        running = await replica0.runs.next_run()
+        assert isinstance(running, Run)
         replica0.runs.end_run(replica0.runs.find(2), JobResult(143, "stopped", stopped=True))
         await until_async(lambda: running.ending, "the end of the run by its timeout")
         await replica0.runs.close(JobResult(0, "released", stopped=True))
@@ -177,7 +175,7 @@ def test_hosts_to_which_a_client_sends_its_code_are_not_idle(tmp_path: Path, mon
         await serving
         streams[1].close()
         assert answer == {"type": "shared", "shared": False}, "they have ended while the client was sending"
-        assert idle is not None and idle.stopped, "the idle timeout counts again"
+        assert isinstance(idle, JobResult) and idle.stopped, "the idle timeout counts again"
 
     asyncio.run(main())
 

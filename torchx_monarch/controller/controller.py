@@ -28,7 +28,7 @@ from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 
 if TYPE_CHECKING:
-    from torchx_monarch.controller.run_queue import RunQueue
+    from torchx_monarch.controller.run_queue import Run, RunQueue
 
 
 class Controller:
@@ -88,25 +88,27 @@ class Controller:
             if self._queue is None:
                 # Hosts that outlived an earlier replica 0 have run attempts already.
                 self._attempts.continue_after(max(host.attempt for host in hosts))
-                return await self._execute(hosts, BeginRun())
+                return await self._execute(hosts)
             while True:
-                if self._queue.current is None:
+                run: Run | JobResult | None = self._queue.current
+                if run is None:
                     self._attempts = self._new_attempts()
-                    if idle := await self._events.interrupt(self._queue.next_run(), concerns_hosts):
-                        return idle
-                result = await self._execute(hosts, self._queue.begin())
-                await self._queue.finish(self._attempts.current, result)
+                    run = await self._events.interrupt(self._queue.next_run(), concerns_hosts)
+                if isinstance(run, JobResult):
+                    return run
+                result = await self._execute(hosts, run)
+                await self._queue.finish(run, self._attempts.current, result)
                 # A request to end this run that is still pending concerns no run any more.
                 self._events.settle_all(lambda event: isinstance(event, RunEndRequested))
         finally:
             self._hosts.formed.clear()
 
-    async def _execute(self, hosts: list[Registration], begin: BeginRun) -> JobResult:
+    async def _execute(self, hosts: list[Registration], run: Run | None = None) -> JobResult:
         try:
-            begun = dict([answer async for answer in self._hosts.ask(begin)])
+            begun = dict([answer async for answer in self._hosts.ask(run.begin if run else BeginRun())])
             ready = [dataclasses.replace(host, nproc=begun[host.replica].nproc) for host in hosts]
-            if self._queue is not None:
-                self._queue.begun(ready)
+            if self._queue is not None and run is not None:
+                self._queue.begun(run, ready)
             return await self._attempts.run(ready, begun[0])
         except HostRefused as refusal:
             if self._queue is None:

@@ -62,7 +62,7 @@ _MAX_NUMBER = (1 << 63) - 1
 _FINISH_TIMEOUT = 30.0
 """Seconds for the hosts to send the last output of a run and to prepare for the next run."""
 
-VALUES_TIMEOUT = 600.0
+_VALUES_TIMEOUT = 600.0
 """Seconds that the values of a function have to reach replica 0: at most 16 MiB from each rank."""
 
 _CLOSE_TIMEOUT = 5.0
@@ -93,6 +93,11 @@ class Run:
     result: JobResult | None = None
     ending: JobResult | None = None
     ranks: int = 0
+
+    @property
+    def begin(self) -> BeginRun:
+        """The request with which hosts begin the run."""
+        return BeginRun(self.number, self.token, self.request)
 
     def append(self, record: dict[str, Any]) -> None:
         if self.run_log is not None:
@@ -194,8 +199,8 @@ class RunQueue:
 
     # -- for the controller --------------------------------------------------------------------------------------------
 
-    async def next_run(self) -> JobResult | None:
-        """Wait for a run and make it the current one; return a result if the allocation ends for lack of runs."""
+    async def next_run(self) -> Run | JobResult:
+        """Wait for a run, make it the current one and return it; a result if the allocation ends for lack of runs."""
         while not (run := self._open_next()):
             counts = self.idle_timeout and not self._users
             left = self._busy_at + self.idle_timeout - time.monotonic() if counts else None
@@ -212,7 +217,7 @@ class RunQueue:
             self._timer = asyncio.get_running_loop().call_later(run.request.timeout, self.end_run, run, result)
         self._reporter.echo = lambda text: run.append({"type": "phase", "text": text})
         self._reporter.report("run", f"run {run.number}: {run.request.shown}", run=run.number)
-        return None
+        return run
 
     def _open_next(self) -> Run | None:
         """Take the oldest run of the queue whose log can be opened, and open it."""
@@ -228,15 +233,8 @@ class RunQueue:
             return run
         return None
 
-    def begin(self) -> BeginRun:
-        """Return the request with which hosts begin the current run."""
-        assert self.current is not None
-        return BeginRun(self.current.number, self.current.token, self.current.request)
-
-    def begun(self, hosts: list[Registration]) -> None:
-        """Read the output of the current run from these hosts, which have begun it."""
-        run = self.current
-        assert run is not None
+    def begun(self, run: Run, hosts: list[Registration]) -> None:
+        """Read the output of a run from these hosts, which have begun it."""
         run.ranks = sum(host.nproc for host in hosts)
         for host in hosts:
             if host.replica not in self._readers or self._readers[host.replica].done():
@@ -250,18 +248,17 @@ class RunQueue:
                 run.run_log.append_lines(records.encode())
                 await run.run_log.room()
 
-    async def _finish_hosts(self, run: Run) -> None:
-        await self.hosts.broadcast(FinishRun(run.token))
-        await asyncio.gather(*self._readers.values())
-
-    async def finish(self, attempt: Attempt, result: JobResult) -> None:
-        """Collect the last output of the current run, prepare the hosts for the next run, and report the result."""
-        run = self.current
-        assert run is not None
+    async def finish(self, run: Run, attempt: Attempt, result: JobResult) -> None:
+        """Collect the last output of a run, prepare the hosts for the next run, and report the result."""
         word = "STOPPED" if result.stopped else "FAILED" if result.code else "SUCCEEDED"
-        within = _FINISH_TIMEOUT + (VALUES_TIMEOUT if run.request.function else 0.0)
+        within = _FINISH_TIMEOUT + (_VALUES_TIMEOUT if run.request.function else 0.0)
+
+        async def finish_hosts() -> None:
+            await self.hosts.broadcast(FinishRun(run.token))
+            await asyncio.gather(*self._readers.values())
+
         try:
-            await self._events.interrupt(asyncio.wait_for(self._finish_hosts(run), within), concerns_hosts)
+            await self._events.interrupt(asyncio.wait_for(finish_hosts(), within), concerns_hosts)
         except Interrupted:
             pass  # the hosts are not together any more, or the session ends: the next wait handles the event
         except (HostError, asyncio.TimeoutError) as error:
@@ -375,7 +372,7 @@ class RunQueue:
         folder = os.path.join(self._log_dir, f"run_{number}")
         run = Run(number, request.shown_as(self._default_command), folder)
         try:
-            encode_request(_MAX_NUMBER, BeginRun(number, run.token, run.request))
+            encode_request(_MAX_NUMBER, run.begin)
             os.makedirs(folder, mode=0o700, exist_ok=True)
         except messages.ProtocolError as error:
             raise RendezvousError(f"the command, environment and function of the run are too large: {error}") from None

@@ -145,25 +145,9 @@ class CommandFollower(Follower):
         super().__init__(host, run, network)
         self._pool = run.pool
 
-    async def run(self, registration: Registration) -> JobResult:
-        host, options = self._host, self._host.options
-        ends_alone = options.replacements > registration.restarts
-        while True:
-            client = await self._meet(registration, ends_alone)
-            if client is None:
-                return self._own_result()
-            host.report = client.report
-            result = await client.result(self._workload.handle)
-            host.report = None
-            if result is not None:
-                return result
-            lost = JobResult(1, client.lost or f"{host.name} lost replica 0", consequence=True, replica=0)
-            if not options.replacements:
-                host.reporter.line(lost.reason)
-                return lost
-
-    async def _meet(self, registration: Registration, ends_alone: bool) -> RendezvousClient | None:
-        """Register with replica 0; return None if it is not met until the command has ended and long enough after."""
+    async def _meet(self, registration: Registration, lost: JobResult | None) -> RendezvousClient | JobResult:
+        """Register with replica 0; return the command's result if it is not met until long enough after its end."""
+        ends_alone = self._host.options.replacements > registration.restarts
         joining = asyncio.ensure_future(self._join(registration, math.inf, "replica 0"))
         ending = asyncio.ensure_future(self._patience(ends_alone))
         try:
@@ -176,7 +160,10 @@ class CommandFollower(Follower):
         finally:
             joining.cancel()
             ending.cancel()
-        return None
+        return self._own_result()
+
+    async def _after_loss(self, registration: Registration) -> Registration:
+        return registration  # the command goes on
 
     async def _patience(self, ends_alone: bool) -> None:
         await self._pool.watch()

@@ -36,18 +36,11 @@ class Follower:
 
     async def run(self, registration: Registration) -> JobResult:
         """Take part until the job ends; return its result, or the reason for not knowing it."""
-        host, whom = self._host, "replica 0"
-        # A host with an error only reports it. If replica 0 has the same error, it has already exited.
-        timeout = self._workload.sizes.join_timeout
-        timeout = min(timeout, _ERROR_REPORT_TIMEOUT) if registration.error else timeout
-        unreached = None
+        host, lost = self._host, None
         while True:
-            try:
-                client = await self._join(registration, timeout, whom)
-            except RendezvousError as error:
-                reason = registration.error or str(error)
-                host.reporter.line(f"host {registration.replica}: {reason}")
-                return unreached or JobResult(registration.code if registration.error else 1, reason)
+            client = await self._meet(registration, lost)
+            if isinstance(client, JobResult):
+                return client
             host.report = client.report
             result = await client.result(self._workload.handle)
             if result is not None:
@@ -55,14 +48,29 @@ class Follower:
                     host.reporter.line(f"host {registration.replica} was refused: {result.reason}")
                 return result
             host.report = None
-            unreached = JobResult(1, client.lost or f"{host.name} lost replica 0", consequence=True, replica=0)
-            host.reporter.line(unreached.reason)
+            lost = JobResult(1, client.lost or f"{host.name} lost replica 0", consequence=True, replica=0)
+            host.reporter.line(lost.reason)
             if host.options.replacements == 0 or registration.error:
-                return unreached
-            await self._workload.stop(signal.SIGTERM)
-            pool = self._workload.pool
-            registration = dataclasses.replace(registration, attempt=-1 if pool is None else pool.attempt)
-            timeout, whom = host.options.rejoin_timeout, "another replica 0"
+                return lost
+            registration = await self._after_loss(registration)
+
+    async def _meet(self, registration: Registration, lost: JobResult | None) -> RendezvousClient | JobResult:
+        """Register with replica 0, or with another one after a loss; return the result if there is none."""
+        # A host with an error only reports it. If replica 0 has the same error, it has already exited.
+        timeout = self._host.options.rejoin_timeout if lost else self._workload.sizes.join_timeout
+        timeout = min(timeout, _ERROR_REPORT_TIMEOUT) if registration.error else timeout
+        try:
+            return await self._join(registration, timeout, "another replica 0" if lost else "replica 0")
+        except RendezvousError as error:
+            reason = registration.error or str(error)
+            self._host.reporter.line(f"host {registration.replica}: {reason}")
+            return lost or JobResult(registration.code if registration.error else 1, reason)
+
+    async def _after_loss(self, registration: Registration) -> Registration:
+        """Stop what runs; return the registration with another replica 0."""
+        await self._workload.stop(signal.SIGTERM)
+        pool = self._workload.pool
+        return dataclasses.replace(registration, attempt=-1 if pool is None else pool.attempt)
 
     async def _join(self, registration: Registration, timeout: float, whom: str) -> RendezvousClient:
         failure = ""

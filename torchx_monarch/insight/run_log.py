@@ -19,6 +19,9 @@ from torchx_monarch.system.console import WriterThread, write_all
 
 _CHUNK = 1 << 18
 
+_MAX_PENDING = 1 << 20
+"""Bytes of records that wait to be written before hosts have to wait."""
+
 
 class RunLog:
     """The records of one run, in a file of mode 0600 that it creates.
@@ -35,9 +38,8 @@ class RunLog:
         self._file = safe_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.ftruncate(self._file, 0)
         self._closed = False
-        self._requested = self._appended = 0  # records
+        self._requested = self._appended = 0  # bytes
         self._loop = asyncio.get_running_loop()
-        self._is_awaited = False
         self._changed = asyncio.Event()
 
     def append(self, record: dict[str, Any]) -> None:
@@ -46,32 +48,25 @@ class RunLog:
 
     def append_lines(self, lines: bytes) -> None:
         """Append records that are encoded already, each with its line feed; do nothing after ``close``."""
-        if self._closed:
-            return
+        if not self._closed:
+            self._requested += len(lines)
+            self._writer.call(self._append, lines)
 
-        def append() -> None:
-            try:
-                write_all(self._file, lines)  # a full disk loses output, but does not end the run
-            finally:
-                self._appended += 1
-                if self._is_awaited:
-                    self._is_awaited = False
-                    with contextlib.suppress(RuntimeError):  # the event loop has ended
-                        self._loop.call_soon_threadsafe(self._wake)
+    def _append(self, lines: bytes) -> None:
+        try:
+            write_all(self._file, lines)  # a full disk loses output, but does not end the run
+        finally:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                self._loop.call_soon_threadsafe(self._has_appended, len(lines))
 
-        self._requested += 1
-        self._writer.call(append, size=len(lines))
+    def _has_appended(self, size: int) -> None:
+        self._appended += size
+        self._wake()
 
     async def room(self) -> None:
         """Wait until few records wait to be written."""
-        written = asyncio.Event()
-
-        def wake() -> None:
-            self._loop.call_soon_threadsafe(written.set)
-
-        while not self._writer.has_room(wake):
-            await written.wait()
-            written.clear()
+        while self._requested - self._appended >= _MAX_PENDING:
+            await self._changed.wait()
 
     def close(self) -> None:
         """Mark the log as complete; later records are dropped."""
@@ -98,7 +93,6 @@ class RunLog:
                 # All before the read, so that what is written after it wakes this follower.
                 ends, appended, changed = self._closed or not wait, self._appended, self._changed
                 last = self._requested if self._closed else requested
-                self._is_awaited = True
                 data = await asyncio.to_thread(file.read, _CHUNK)
                 if not data:
                     if ends and appended >= last:
