@@ -110,7 +110,7 @@ def serve(pipe: Connection, address: Address, identity: Identity, replicas: int,
 async def _serve(pipe: Connection, address: Address, identity: Identity, replicas: int, alive: float) -> Server:
     rendezvous = Rendezvous(HostNetwork(address, HostSpec(replicas=replicas), bind=NAME, identity=identity))
     await rendezvous.start()
-    rendezvous.register(Registration(0, "bench", os.getpid(), 1))
+    rendezvous.register(Registration(0, "bench", os.getpid()))
     pipe.send(None)
     cpu, memory = time.process_time(), resident()
     await asyncio.wait_for(rendezvous.hosts.until(lambda: rendezvous.hosts.present == replicas), TIMEOUT)
@@ -150,7 +150,7 @@ async def hosts(address: Address, identity: Identity, replicas: int, at_once: in
     connecting, all_registered = asyncio.Semaphore(at_once), asyncio.Event()
 
     async def host(replica: int) -> float:
-        registration = Registration(replica, "bench", os.getpid(), 1)
+        registration = Registration(replica, "bench", os.getpid())
         try:
             async with connecting:
                 network = HostNetwork(address, identity=identity)

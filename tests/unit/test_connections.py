@@ -60,7 +60,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 async def join(address: Address, identity: Identity | None, timeout: float = 5.0) -> RendezvousClient:
     """As a host that gives up for good after a third of a second."""
     network = HostNetwork(address, HostSpec(peer_timeout=0.2), identity=identity)
-    return await RendezvousClient.join(network, Registration(1, "h", 1, 1), timeout)
+    return await RendezvousClient.join(network, Registration(1, "h", 1), timeout)
 
 
 @contextlib.asynccontextmanager
@@ -127,7 +127,7 @@ def test_replica_0_tries_the_port_of_every_worker_loop(
 
         listening = connections.Listener(address, serve, server, "", 5.0)
         try:
-            host = Registration(1, "node7", 4711, 1)
+            host = Registration(1, "node7", 4711)
             network = HostNetwork(address, HostSpec(), address.host, "", identity())
             return await network.why_unreachable([(host, worker)])
         finally:

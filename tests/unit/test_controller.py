@@ -94,7 +94,7 @@ class Job(JobHosts):
 
     def register(self, replicas: Iterable[int]) -> None:
         for replica in replicas:
-            self.rendezvous.register(Registration(replica, f"node{replica}", 1, 1))
+            self.rendezvous.register(Registration(replica, f"node{replica}", 1))
 
     def form(self, hosts: list[Registration]) -> None:
         self.log.append([host.replica for host in hosts])
@@ -238,7 +238,7 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
         job.reporter = Reporter(Console(2), str(recorded), "trainer")
         job.form(list(job.rendezvous.hosts.registered.values()))
         attempts = job.attempts()
-        assert await attempts.run(job.present, BEGUN) == JobResult(0, "all 2 ranks ended with code 0")
+        assert await attempts.run(job.present, {0: BEGUN, 1: BEGUN}) == JobResult(0, "all 2 ranks ended with code 0")
         attempts.hosts_changed(joined=True)
         assert attempts.current.number == 1
         await attempts.stop(15)

@@ -18,7 +18,7 @@ from torchx_monarch.system.console import Console
 
 
 def host(replica: int, name: str = "", machine: str = "") -> Registration:
-    return Registration(replica, name or f"n{replica}", 1, 1, machine=machine)
+    return Registration(replica, name or f"n{replica}", 1, machine=machine)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torchx_monarch.controller.host_events import (
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 
-HOST = Registration(1, "node7", 4711, 1)
+HOST = Registration(1, "node7", 4711)
 LOST = HostLost(1, JobResult(1, "lost"))
 
 

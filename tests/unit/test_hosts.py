@@ -41,7 +41,7 @@ from torchx_monarch.transport import messages
 from torchx_monarch.transport.address import Address
 
 REPLICAS = 3
-HOSTS = [Registration(replica, f"node{replica}", 7, 1) for replica in range(REPLICAS)]
+HOSTS = [Registration(replica, f"node{replica}", 7) for replica in range(REPLICAS)]
 OPTIONS = JobOptions(HostSpec(host_timeout=1.0, lease=0.05), NodeRange(3, 3, 1.0), report_timeout=0.05)
 
 

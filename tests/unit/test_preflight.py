@@ -94,7 +94,7 @@ class ScriptedHosts:
         yield 0, GOOD
 
 
-HOSTS = [Registration(replica, "node", 1, 1) for replica in range(2)]
+HOSTS = [Registration(replica, "node", 1) for replica in range(2)]
 
 
 def checked(hosts: ScriptedHosts, capfd: pytest.CaptureFixture[str], times: int = 1) -> tuple[str, str]:

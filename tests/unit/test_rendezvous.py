@@ -27,7 +27,7 @@ from torchx_monarch.transport.connections import Address
 
 
 def host(replica: int, attempt: int = -1) -> Registration:
-    return Registration(replica, "here", 1, 1, attempt=attempt)
+    return Registration(replica, "here", 1, attempt=attempt)
 
 
 def test_a_result_before_all_have_come_is_told_to_those_that_come(

@@ -109,7 +109,7 @@ def test_output_of_hosts_is_read_no_faster_than_replica_0_writes_it(
         run = await replica0.runs.next_run()
         assert isinstance(run, Run) and run.run_log is not None
         run.run_log._writer.call(stalled.wait)  # the disk
-        replica0.runs.begun(run, [Registration(1, "node1", 1, 1)])
+        replica0.runs.begun(run, [Registration(1, "node1", 1)], 1)
         await until_async(lambda: read * len(part) >= 1 << 20, "the output that may wait")
         for _ in range(1000):
             await asyncio.sleep(0)

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 
 from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.hang_watch import HangWatch
@@ -105,16 +105,18 @@ class Attempts:
         if self.current.launched or not self._options.sizes.can_lose:
             self.current = self.current.next(is_restart=not joined)
 
-    async def run(self, hosts: list[Registration], begun: RunBegun) -> JobResult:
+    async def run(self, hosts: list[Registration], begun: Mapping[int, RunBegun]) -> JobResult:
         """Run attempts until one has succeeded or no other may help; return the result.
+
+        ``begun`` are the hosts' answers to ``BeginRun``, by replica.
 
         Raises:
             Interrupted: an event is pending; the ranks still run.
             HostRefused: a host refused a request.
         """
         if self._begun is None:
-            self._restarts_left = begun.max_restarts
-        self._begun, self._unjoined = begun, frozenset()
+            self._restarts_left = begun[0].max_restarts
+        self._begun, self._unjoined = begun[0], frozenset()
         if reason := await self._preflight.check(hosts):
             return JobResult(1, reason)
         clock = asyncio.get_running_loop().time
@@ -173,7 +175,7 @@ class Attempts:
         await self._hosts.stop(number, grace, self._add_exits)
         self._record_exits()
 
-    async def _launch(self, hosts: list[Registration], begun: RunBegun) -> World:
+    async def _launch(self, hosts: list[Registration], begun: Mapping[int, RunBegun]) -> World:
         """Start the ranks on all hosts."""
         if self._options.sizes.elastic and (newcomers := self._gatherer.newcomers()):
             raise Interrupted(_joined(newcomers[0]))
@@ -262,7 +264,7 @@ class Attempts:
         local_rank = rank - world.first_rank(replica)
         return RankExit(rank, local_rank, replica, hostname=name, pid=0, code=1, time=now)
 
-    async def _world(self, hosts: list[Registration], begun: RunBegun) -> World:
+    async def _world(self, hosts: list[Registration], begun: Mapping[int, RunBegun]) -> World:
         options = self._options
         opening = self._hosts.ask_own(
             OpenStore(options.store_bind, options.master_addr, len(hosts)), options.spec.host_timeout
@@ -272,14 +274,14 @@ class Attempts:
         store = await self._reporter.while_waiting(opening, lambda: imports)
         return World(
             attempt=self.current.number,
-            log_attempt=begun.first_log_attempt + self.current.number,
+            log_attempt=begun[0].first_log_attempt + self.current.number,
             restart_count=self.current.restart_count,
             replicas=tuple(host.replica for host in hosts),
-            local_world_sizes=tuple(host.nproc for host in hosts),
+            local_world_sizes=tuple(begun[host.replica].nproc for host in hosts),
             master_addr=store.address,
             master_port=store.port,
             agent_store=store.served,
-            run_id=begun.run_id,
+            run_id=begun[0].run_id,
         )
 
     async def _report_of_stopped(self) -> None:

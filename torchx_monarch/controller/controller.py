@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -106,10 +105,9 @@ class Controller:
     async def _execute(self, hosts: list[Registration], run: Run | None = None) -> JobResult:
         try:
             begun = dict([answer async for answer in self._hosts.ask(run.begin if run else BeginRun())])
-            ready = [dataclasses.replace(host, nproc=begun[host.replica].nproc) for host in hosts]
             if self._queue is not None and run is not None:
-                self._queue.begun(run, ready)
-            return await self._attempts.run(ready, begun[0])
+                self._queue.begun(run, hosts, sum(answer.nproc for answer in begun.values()))
+            return await self._attempts.run(hosts, begun)
         except HostRefused as refusal:
             if self._queue is None:
                 # The refusal, or what a host itself reports meanwhile, ends the job.

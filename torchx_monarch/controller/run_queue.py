@@ -233,9 +233,9 @@ class RunQueue:
             return run
         return None
 
-    def begun(self, run: Run, hosts: list[Registration]) -> None:
+    def begun(self, run: Run, hosts: list[Registration], ranks: int) -> None:
         """Read the output of a run from these hosts, which have begun it."""
-        run.ranks = sum(host.nproc for host in hosts)
+        run.ranks = ranks
         for host in hosts:
             if host.replica not in self._readers or self._readers[host.replica].done():
                 self._readers[host.replica] = asyncio.ensure_future(self._read_output(run, host))

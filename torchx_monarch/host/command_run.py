@@ -94,11 +94,10 @@ class CommandRun(Workload):
     def parse(self) -> None:
         """Accept any command."""
 
-    async def start(self) -> int:
+    async def start(self) -> None:
         if self._host.options.starts == "alone":
             self._launch()
             self.has_begun = True
-        return 1
 
     def _launch(self) -> None:
         host = self._host

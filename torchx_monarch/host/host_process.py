@@ -139,7 +139,7 @@ class HostProcess:
 
     async def _job(self) -> JobResult:
         host, options, workload = self._host, self._host.options, self._workload
-        nproc, error, code = 0, "", 1
+        error, code = "", 1
         try:
             workload.parse()
             self._handle_signals(workload.command.options.signals_to_handle if workload.command else "")
@@ -150,7 +150,7 @@ class HostProcess:
             rendezvous, advertised = host.settle_addresses(self._run_dir, workload.command)
             if not error:
                 # Before the rest: the imports of the zygote take longer than all steps below.
-                nproc = await workload.start()
+                await workload.start()
         except LaunchError as failure:
             error = str(failure)
         except ValueError as failure:
@@ -167,7 +167,6 @@ class HostProcess:
             options.replica,
             host.hostname,
             os.getpid(),
-            nproc,
             error,
             code,
             machine=host.environ.get("MONARCH_NODE", ""),
@@ -243,7 +242,7 @@ class HostProcess:
         self._spawn(self._workload.stop(number))
         stop_file = host.environ.get("MONARCH_STOP_FILE")
         announced = os.path.exists(stop_file) if stop_file else None
-        registration = self._registration or Registration(replica, host.hostname, os.getpid(), 0)
+        registration = self._registration or Registration(replica, host.hostname, os.getpid())
         event = host_events.signalled(registration, number, announced)
         if host.report is not None:
             self._spawn(host.report(SignalReceived(number, announced)))

@@ -98,17 +98,18 @@ class RankRuns(Workload):
         if options.replica == 0 and command.interpreter != typed:
             host.reporter.line(f"the ranks' interpreter is {command.interpreter[0]}")
 
-    async def start(self) -> int:
+    async def start(self) -> None:
         command, spec, cwd = self.command, self._allocation, os.getcwd()
         if spec is not None:
             held = spec.command or Command("torchrun", DEFAULTS, Program("script", "run"))
-            return await self._new_pool(held, None, {}, cwd).start(spec.nproc)
+            await self._new_pool(held, None, {}, cwd).start(spec.nproc)
+            return
         assert command is not None
         log_dir = log_folder(command, self._host.log_dir, cwd, self._run_id(command))
         pool = self._new_pool(command, log_dir)
         # A script runs on the first host alone; the others run actors.
         nproc = "0" if self._script is not None and self._host.options.replica else pool.run.nproc
-        return (await self._prepare(host_messages.BeginRun(), pool, nproc, self._first_log_attempt(log_dir))).nproc
+        await self._prepare(host_messages.BeginRun(), pool, nproc, self._first_log_attempt(log_dir))
 
     def _first_log_attempt(self, log_dir: str | None) -> int:
         """Return the number of the first attempt's log folders, after all that earlier starts may have used.

@@ -76,8 +76,8 @@ class Workload(abc.ABC):
         """Parse the role's command; raise ``CommandError`` if it is not valid."""
 
     @abc.abstractmethod
-    async def start(self) -> int:
-        """Prepare for the processes and return their number.
+    async def start(self) -> None:
+        """Prepare for the processes.
 
         Raises:
             LaunchError: they cannot be started, or the number is not known.

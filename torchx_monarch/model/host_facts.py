@@ -28,7 +28,6 @@ class Registration:
     replica: int
     hostname: str
     pid: int
-    nproc: int
     error: str = ""
     code: int = 1
     attempt: int = -1
