@@ -26,8 +26,8 @@ from torchx.specs import AppDef, Role
 
 from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.batch.folder import BatchRequest, BatchRole, JobFolder
+from torchx_monarch.backends.batch.job_list import JobList
 from torchx_monarch.backends.batch.options import SubmitOpts
-from torchx_monarch.backends.batch.queue_report import QueueReport
 from torchx_monarch.backends.batch.snapshot import BatchSnapshot, QueuedJob, first_start, has_ended, read_role
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
@@ -85,7 +85,7 @@ class Job(NamedTuple):
     submit_args: Sequence[str]
 
 
-_reports: dict[str, QueueReport] = {}
+_job_lists: dict[str, JobList] = {}
 
 O = TypeVar("O", bound=SubmitOpts)  # noqa: E741
 
@@ -290,7 +290,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
             with contextlib.suppress(OSError):  # another process has removed it
                 if os.path.getmtime(folder.root) < oldest:
                     old[app_id] = folder
-        queued = self.report(old) if old else {}
+        queued = self.list_jobs(old) if old else {}
         for app_id, folder in old.items():
             with contextlib.suppress(state_files.DamagedFileError, RemoveError):
                 app = self.read(app_id, folder, queued, brief=True)
@@ -325,9 +325,9 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         return found
 
     @property
-    def _report(self) -> QueueReport:
-        """The batch system's latest report, which all Runners of a process share."""
-        return _reports.setdefault(self._index, QueueReport(self.report))
+    def _job_list(self) -> JobList:
+        """The jobs as the batch system has listed them last, for all Runners of a process."""
+        return _job_lists.setdefault(self._index, JobList(self.list_jobs))
 
     @property
     def _index(self) -> str:
@@ -339,17 +339,17 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         if folder is None:
             return None
         if self.has_recorded_end(folder):
-            self._report.forget(app_id)
+            self._job_list.forget(app_id)
             return self.read(app_id, folder, {}, brief=brief)
-        return self._report.read(app_id, folder, lambda queued: self.read(app_id, folder, queued, brief=brief))
+        return self._job_list.read(app_id, folder, lambda queued: self.read(app_id, folder, queued, brief=brief))
 
     def snapshots(self, options: Cfg) -> Sequence[BatchSnapshot]:
         folders = self.folders()
-        queued = self.report(folders)
+        queued = self.list_jobs(folders)
         return read_undamaged(folders, lambda app_id: self.read(app_id, folders[app_id], queued, brief=True))
 
-    def report(self, folders: Mapping[str, JobFolder]) -> Mapping[str, QueuedJob]:
-        """Return what the batch system reports of the jobs of apps; of ended ones, too, if it remembers them."""
+    def list_jobs(self, folders: Mapping[str, JobFolder]) -> Mapping[str, QueuedJob]:
+        """Return the jobs of apps that the batch system knows; those that have ended, too, if it remembers them."""
         return self.queued()
 
     def has_recorded_end(self, folder: JobFolder) -> bool:
@@ -362,7 +362,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
     def read(
         self, app_id: str, folder: JobFolder, queued: Mapping[str, QueuedJob], *, brief: bool
     ) -> BatchSnapshot | None:
-        """Return the snapshot of an app by its files, and by a report that is older: tasks write records, then end."""
+        """Return the snapshot of an app by its files and an older list of jobs: tasks write records before they end."""
         content = state_files.load(dict[str, Any], folder.app, folder.trusted)
         if content is None:
             return None
@@ -418,7 +418,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
     def has_ended(self, app_id: str) -> bool | None:
         """Return None when the app's state is to be read, else False: the batch system is not asked all the time."""
         folder = self.folder(app_id)
-        if folder is None or self.has_recorded_end(folder) or self._report.has_news(app_id, folder):
+        if folder is None or self.has_recorded_end(folder) or self._job_list.has_news(app_id, folder):
             return None
         return False
 

@@ -152,7 +152,7 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def report(self, folders: Mapping[str, JobFolder]) -> Mapping[str, QueuedJob]:
+    def list_jobs(self, folders: Mapping[str, JobFolder]) -> Mapping[str, QueuedJob]:
         """Add jobs that Slurm's controller has forgotten, from the accounting database."""
         queued = dict(self.queued())
         # An app has another id only if its submitter was killed: its job is young.
