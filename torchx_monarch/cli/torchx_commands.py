@@ -65,7 +65,13 @@ def _read_ours(handle: str, runner: Runner) -> tuple[AppSnapshot, State] | None:
 
 
 class _NamedJob(AppHandleSubCommand):  # type: ignore[misc]
-    """The base class of TorchX's commands, with a handle that may be a word for the job."""
+    """The base class of TorchX's commands, with a handle that may be a word for the job.
+
+    Attributes:
+        brief: as in ``TorchXCommand``.
+    """
+
+    brief = False
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
         subparser.add_argument("app_handle", type=str, help=handles.HELP)
@@ -73,7 +79,7 @@ class _NamedJob(AppHandleSubCommand):  # type: ignore[misc]
     def run(self, args: argparse.Namespace) -> None:
         args.app_handle = _resolve(args.app_handle)
         is_monarch = hasattr(args, "sub_command")  # `torchx monarch` shows errors itself, and has exit codes for them
-        with contextlib.nullcontext() if is_monarch else command.run(args):
+        with contextlib.nullcontext() if is_monarch else command.run(args, brief=self.brief):
             super().run(args)
 
 
@@ -95,6 +101,8 @@ class CmdDescribe(TorchXCmdDescribe, _NamedJob):  # type: ignore[misc]
 class CmdCancel(TorchXCmdCancel, _NamedJob):  # type: ignore[misc]
     """Implement ``torchx cancel``."""
 
+    brief = True
+
     def run_with_runner(self, args: argparse.Namespace, runner: Runner) -> None:
         """Cancel the job, and say so."""
         found = _read_ours(args.app_handle, runner)
@@ -106,6 +114,8 @@ class CmdCancel(TorchXCmdCancel, _NamedJob):  # type: ignore[misc]
 
 class CmdDelete(TorchXCmdDelete, _NamedJob):  # type: ignore[misc]
     """Implement ``torchx delete``."""
+
+    brief = True
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
         super().add_arguments(subparser)

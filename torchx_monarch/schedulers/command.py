@@ -21,10 +21,12 @@ class TorchXCommand:
     Attributes:
         options: its options as TorchX has parsed them; of ``run --stdin``, as its JSON says.
         log_stream: where it prints the logs of jobs; None for other commands, and if the stream is closed.
+        brief: whether the state of a job is enough for it, so that it works for a job with damaged files too.
     """
 
     options: argparse.Namespace
     log_stream: TextIO | None = None
+    brief: bool = False
 
     @property
     def waits(self) -> bool:
@@ -37,7 +39,7 @@ running: TorchXCommand | None = None
 
 
 @contextlib.contextmanager
-def run(options: argparse.Namespace, log_stream: TextIO | None = None) -> Iterator[None]:
+def run(options: argparse.Namespace, log_stream: TextIO | None = None, *, brief: bool = False) -> Iterator[None]:
     """Enclose a command. It ends with one line for an error of this package, where TorchX shows a traceback."""
     global running
     before = threading.excepthook
@@ -46,7 +48,7 @@ def run(options: argparse.Namespace, log_stream: TextIO | None = None) -> Iterat
         if not isinstance(args.exc_value, TorchXMonarchError):  # `torchx log` raises it again in the main thread
             before(args)
 
-    running, threading.excepthook = TorchXCommand(options, log_stream), hook
+    running, threading.excepthook = TorchXCommand(options, log_stream, brief), hook
     try:
         yield
     except TorchXMonarchError as error:

@@ -244,7 +244,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         None stands for an app that does not exist; a `torchx` command that names it gets a ``UserError``.
         """
         self._foreground.on_poll(app_id)
-        found = self.apps.read(app_id)
+        found = self.apps.read(app_id, brief=command.running is not None and command.running.brief)
         if found is None:
             if command.running is not None:  # for an unknown app `log` exits with 0
                 reason = f"there is no app {app_id!r} of {self.backend}"
