@@ -47,6 +47,9 @@ class TaskSpoolerPlace(BatchPlace):
         "test_a_group_restarts_alone_and_may_be_lost[3]",
         "test_a_command_is_told_of_the_end[3]",
         "test_ranks_are_looked_at_and_debugged",
+        "test_commands_restart_as_their_policy_says[APPLICATION-starts0]",
+        "test_commands_restart_as_their_policy_says[REPLICA-starts2]",
+        "test_a_command_has_its_arguments_and_environment[False]",
     )
     install = "task-spooler"
     cannot = {"preemption": "task-spooler does not preempt"}

@@ -32,6 +32,7 @@ CANNOT = {
     "test_a_log_is_read_by_times_streams_and_expressions": "its logs have no times",
     "missing tool says what to install": "it needs nothing beside this package",
     "ends by itself": "that scheduler decides",
+    "retry policies of commands": "that scheduler restarts what it can",
 }
 """What no wrapped scheduler of these tests can do."""
 

@@ -45,6 +45,9 @@ class Apps(Place):
         "test_a_rank_that_others_wait_for_is_the_root_cause",
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[succeeded]",
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[lost]",
+        "test_commands_restart_as_their_policy_says[ROLE-starts1]",
+        "test_commands_restart_as_their_policy_says[REPLICA-starts2]",
+        "test_a_command_has_its_arguments_and_environment[False]",
     )
     own_bad_options = (({"innit": False}, "(?s)innit.*init"),)
     request_function = "requests.sessions:Session.request"

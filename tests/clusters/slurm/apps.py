@@ -68,6 +68,8 @@ class Apps(Place):
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed]",
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[succeeded]",
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed hosts]",
+        "test_commands_restart_as_their_policy_says[APPLICATION-starts0]",
+        "test_commands_restart_as_their_policy_says[ROLE-starts1]",
     )
     own_bad_options = (
         ({"partitoin": "main"}, "(?s)partitoin.*partition"),

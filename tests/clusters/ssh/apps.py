@@ -63,6 +63,9 @@ class Apps(QueuePlace):
         "test_a_rank_that_others_wait_for_is_the_root_cause",
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed]",
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed hosts]",
+        "test_commands_restart_as_their_policy_says[APPLICATION-starts0]",
+        "test_commands_restart_as_their_policy_says[REPLICA-starts2]",
+        "test_a_command_has_its_arguments_and_environment[False]",
     )
 
     def __init__(self, machines: Machines, hosts: Sequence[str] = ()) -> None:
