@@ -95,6 +95,14 @@ def test_a_host_of_ranks_imports_monarch_when_it_starts_a_worker_and_not_before(
     assert not theirs & {"torch", "monarch", "cryptography"}
 
 
+def test_a_host_of_a_command_imports_nothing_for_ranks() -> None:
+    """It is to cost little: each of these takes milliseconds, and memory of each replica."""
+    theirs = modules_of("import torchx_monarch.host.command_run, torchx_monarch.host.host_process")
+    packages = ("command.", "host.ranks.zygote", "host.ranks.run_spec", "host.worker_loops", "controller.attempts")
+    assert not [name for name in theirs if name.startswith(tuple(f"torchx_monarch.{package}" for package in packages))]
+    assert not theirs & {"cryptography", "multiprocessing", "argparse", "torch", "monarch", "importlib.metadata"}
+
+
 @pytest.mark.parametrize("module", ["local.supervisor", "slurm.batch_step", "batch.task", "ssh.in_job.entry"])
 def test_what_starts_hosts_needs_the_standard_library_alone(module: str) -> None:
     theirs = imported_by(f"import torchx_monarch.backends.{module}")

@@ -47,10 +47,16 @@ class OutputPipe:
     Args:
         on_first: called once, before the first bytes are passed on; None for no call.
         is_shown: returns whether to write a line, given without its line feed, to the host's output; None to write all.
+        ends_lines: whether a last line without a line feed gets one.
     """
 
     def __init__(
-        self, pipe: IO[bytes], on_first: Callable[[], None] | None, is_shown: Callable[[bytes], bool] | None = None
+        self,
+        pipe: IO[bytes],
+        on_first: Callable[[], None] | None,
+        is_shown: Callable[[bytes], bool] | None = None,
+        *,
+        ends_lines: bool = True,
     ) -> None:
         self.ended = asyncio.Event()
         self.last_at = 0.0
@@ -58,6 +64,7 @@ class OutputPipe:
         self._pipe = pipe
         self._on_first = on_first
         self._is_shown = is_shown
+        self._end = b"\n" if ends_lines else b""
         self._is_released = False
         self._file: int | None = None
         self._writer = WriterThread()
@@ -118,8 +125,8 @@ class OutputPipe:
 
     def _finish(self) -> None:
         if self._console is not None and self._partial:
-            self._show(bytes(self._partial) + b"\n")
-        elif self._console is not None and self._goes_on:
+            self._show(bytes(self._partial) + self._end)
+        elif self._console is not None and self._goes_on and self._end:
             self._console.end(self)
             for sink in self._sinks:
                 sink.write(b"\n", b"\n")

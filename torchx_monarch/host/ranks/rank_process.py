@@ -91,7 +91,8 @@ class RankProcess:
             else:
                 pipes = started.stdout, started.stderr
             unfinished.pop_all()
-        self.stdout, self.stderr = (OutputPipe(pipe, on_first_output) for pipe in pipes)
+        ends_lines = started is None  # the output of a command is its own
+        self.stdout, self.stderr = (OutputPipe(pipe, on_first_output, ends_lines=ends_lines) for pipe in pipes)
         if started is not None:
             self.begin(started.pid)
 
