@@ -249,29 +249,25 @@ def _wrap(
         raise CommandError(f"role {role.name!r} has {replicas} replicas, spare hosts included; {most}")
     if start.unwrapped:
         return RoleSpec.from_role(role, unwrapped=start.unwrapped)
-    rendezvous, retries = options.rendezvous.get(role.name, ""), max(0, role.max_retries)
     workload = WorkloadKind.ALLOCATION if start.kind == "hosts" else WorkloadKind.RANKS
-    if spares and found is not None:
-        role.num_replicas, role.min_replicas = replicas, found.command.fewest(role.num_replicas)
-    # A lost replica is replaced while the others are alive.
-    restarts_alone = role.retry_policy is RetryPolicy.REPLICA and role.num_replicas > 1
-    fewest, together, is_joint = 0, False, role.name in coordination.joint
-    is_server = is_joint and role.name == coordination.joint[0]
     if found is None:
         workload = WorkloadKind.COMMAND
-        fewest = role.min_replicas if role.min_replicas is not None and role.min_replicas < role.num_replicas else 0
-        restarts_alone = restarts_alone or fewest > 0
-        has_peers = role.num_replicas > 1 or is_joint
-        together = retries > 0 and has_peers and not restarts_alone
+    elif spares:
+        role.num_replicas, role.min_replicas = replicas, found.command.fewest(role.num_replicas)
+    rendezvous, is_joint = options.rendezvous.get(role.name, ""), role.name in coordination.joint
+    spec = RoleSpec.from_role(role, workload=workload, rendezvous=rendezvous, ends_together=is_joint, spares=spares)
+    is_server, is_command = is_joint and role.name == coordination.joint[0], found is None
+    retries, has_peers = max(0, role.max_retries), spec.replicas > 1 or is_joint
+    together = is_command and retries > 0 and has_peers and not spec.restarts_alone
     host = replace(
         options.spec,
         role=role.name,
-        replicas=role.num_replicas,
+        replicas=spec.replicas,
         spares=spares,
-        replacements=retries if restarts_alone else 0,
-        workload="command" if found is None else "ranks",
+        replacements=retries if spec.restarts_alone else 0,
+        workload="command" if is_command else "ranks",
         starts="together" if together else "alone",
-        min_replicas=fewest,
+        min_replicas=spec.min_replicas or 0 if is_command and spec.is_elastic else 0,
         peer_roles=len(coordination.joint) - 1 if is_server and not coordination.sidecars else 0,
         sidecar="on" if is_joint and not is_server and coordination.sidecars else "off",
         interpreter="path" if found is not None and found.sets_path else "own",
@@ -292,7 +288,7 @@ def _wrap(
         role.entrypoint, role.args = words[0], [*words[1:], escape(role.entrypoint), *role.args]
     else:
         insert_words(role, found, words)
-    return RoleSpec.from_role(role, workload=workload, rendezvous=rendezvous, ends_together=is_joint, spares=spares)
+    return spec
 
 
 def _count_spares(start: _Start, spares: int) -> int:

@@ -71,8 +71,11 @@ class CommandController:
             self._watch_new_hosts()
             deadline = self._waited_for = self._deadline
             left = None if deadline is None else max(0.0, deadline - self._clock())
+            waiting = self._events.interrupt(self._registry.until(self._has_news, left))
             try:
-                await self._events.interrupt(self._registry.until(self._has_news, left))
+                if self._waits_for_all:
+                    waiting = self._reporter.while_waiting(waiting, lambda: f"replica {listed(self._registry.missing)}")
+                await waiting
                 result = await self._settle()
             except Interrupted as interruption:
                 result = await self._handle(interruption.event)

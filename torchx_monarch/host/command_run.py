@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import signal
 from typing import Any
@@ -147,7 +148,9 @@ class CommandFollower(Follower):
     async def _meet(self, registration: Registration, lost: JobResult | None) -> RendezvousClient | JobResult:
         """Register with replica 0; return the command's result if it is not met until long enough after its end."""
         ends_alone = self._host.options.replacements > registration.restarts
-        joining = asyncio.ensure_future(self._join(registration, math.inf, "replica 0"))
+        # A command that runs does not say that it waits.
+        self._host.connector = functools.partial(self._network.greet, self._network.rendezvous)
+        joining = asyncio.ensure_future(RendezvousClient.join(self._network, registration, math.inf))
         ending = asyncio.ensure_future(self._patience(ends_alone))
         try:
             await asyncio.wait([joining, ending], return_when=asyncio.FIRST_COMPLETED)

@@ -159,6 +159,12 @@ class RoleSpec:
         return self.workload is not WorkloadKind.NONE
 
     @property
+    def restarts_alone(self) -> bool:
+        """Whether a replica that fails restarts while the others go on."""
+        is_needless = self.workload is WorkloadKind.COMMAND and self.is_elastic
+        return is_needless or (self.retry_policy is RetryPolicy.REPLICA and self.replicas > 1)
+
+    @property
     def runs_ranks(self) -> bool:
         """Whether its host processes run ranks: one of them succeeds only when all of the role do."""
         return self.workload in (WorkloadKind.RANKS, WorkloadKind.ALLOCATION)

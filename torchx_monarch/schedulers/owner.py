@@ -27,7 +27,7 @@ from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.state import SETTLE, pending_stop
 from torchx_monarch.model.env_names import JOB_VARIABLES
-from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
+from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.system import safe_files
 
 _log = logging.getLogger("torchx_monarch")
@@ -47,7 +47,7 @@ def needs_owner(roles: Sequence[RoleSpec]) -> bool:
     """
 
     def ends_itself(role: RoleSpec) -> bool:
-        is_replaced = role.retry_policy is RetryPolicy.REPLICA and role.max_retries > 0
+        is_replaced = role.restarts_alone and role.max_retries > 0
         return role.replicas == 1 or (role.runs_hosts and not is_replaced)
 
     return len(roles) > 1 or not all(map(ends_itself, roles))
