@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -399,23 +399,6 @@ def test_folders_of_jobs_that_ended_long_ago_are_removed(
     os.utime(job.root, (time.time() - 15 * 86400,) * 2)
     backend.prune()
     assert backend.folders() == {} and not os.path.exists(job.root)
-
-
-def test_a_folder_is_removed_whose_files_change_meanwhile(job: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    state_files.write_json(job.record, asdict(OVER))
-    snapshot = SlurmBackend().read("7", job, {}, brief=True)
-    assert snapshot is not None
-    unlink = os.unlink
-    changes: Iterator[Callable[[], None]] = iter([Path(job.root, "added").touch, Path(job.job_log).unlink])
-
-    def unlink_late(*args: Any, **more: Any) -> None:
-        next(changes, lambda: None)()
-        unlink(*args, **more)
-
-    Path(job.job_log).touch()
-    monkeypatch.setattr(os, "unlink", unlink_late)
-    SlurmBackend().remove(snapshot)
-    assert not os.path.exists(job.root)
 
 
 # -- the batch step ----------------------------------------------------------------------------------------------------

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import errno
 import itertools
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -43,6 +41,7 @@ from torchx_monarch.backends.core.errors import (
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.backends.local.folder import remove_app
 from torchx_monarch.backends.local.render import safe_name, working_folder
 from torchx_monarch.insight import events
 from torchx_monarch.model.check_result import CheckResult
@@ -51,6 +50,7 @@ from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_files
 from torchx_monarch.system import safe_files
+from torchx_monarch.system.run_dirs import remove_tree
 from torchx_monarch.system.untrusted_text import one_line
 
 _NOT_SUBMITTED = QueuedJob(
@@ -254,7 +254,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         except BaseException as error:
             with contextlib.suppress(BackendError):
                 self.cancel(jobs)
-            shutil.rmtree(folder.root, ignore_errors=True)
+            remove_tree(folder.root)
             state_files.remove_file(link)
             if isinstance(error, OSError):
                 where = error.filename or folder.root
@@ -452,13 +452,10 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
     def remove(self, app: BatchSnapshot) -> None:
         if self.still_runs(app) or any(replica.is_alive for replica in app.replicas):
             self.cancel(app.jobs)
-        # The job's last process, or another one that removes the folder, may write to it.
-        while os.path.lexists(app.folder.root):
-            try:
-                shutil.rmtree(app.folder.root)
-            except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
-                    raise RemoveError(app.app_id, app.folder.root, error) from None
+        try:
+            remove_app(app.folder)
+        except OSError as error:
+            raise RemoveError(app.app_id, app.folder.root, error) from None
         state_files.remove_file(os.path.join(self._index, app.app_id))
 
 
