@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -104,7 +104,7 @@ class Job(JobHosts):
         assert isinstance(request, OpenStore)
         return StoreOpened("node0", 29500, True)
 
-    async def ask(self, request: Request[Any], *args: Any) -> AsyncIterator[tuple[int, Any]]:
+    async def ask(self, request: Request[Any], *args: Any) -> AsyncGenerator[tuple[int, Any], None]:
         answers: dict[type[Request[Any]], Any] = {BeginRun: BEGUN, LaunchRanks: Launched((7,))}
         if type(request) in answers:
             for host in self.present:
@@ -127,7 +127,7 @@ class Job(JobHosts):
             del self.rendezvous.hosts.registered[event.replica]
         self.events.post(event)
 
-    async def stop(self, number: int, grace: float, note: Callable[[Exits], None]) -> None:
+    async def stop(self, number: int, grace: float, add_exits: Callable[[Exits], None]) -> None:
         self.log.append(number)
         self.while_stopping()
         if not self.options.sizes.spares:

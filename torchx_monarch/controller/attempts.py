@@ -43,7 +43,7 @@ from torchx_monarch.model.job_result import (
 )
 from torchx_monarch.model.world import World
 
-_NOTED_WITHIN = 0.5
+_REPORTED_WITHIN = 0.5
 """Seconds for which the line about a failure waits for the exits of the other ranks, which are being stopped by then.
 Ranks that cannot start all fail within milliseconds, and the line is to name one cause."""
 
@@ -219,23 +219,25 @@ class Attempts:
         """Wait for the end of the ranks; stop the others when one has failed. Return the root cause, or None."""
         growth = asyncio.ensure_future(self._report_newcomer())
         try:
-            answers = self._hosts.ask(WatchRanks())
-            async for _, exited in answers:
-                self._add_exits(exited)
-                growth.cancel()  # once the ranks of a host have ended, a further host is of no use
-                if first := root_cause(exited):
-                    hanging.cancel()
-                    if first.is_early:
-                        await self._add_early_failures(answers)
-                    await self._stop_others(world_size)
-                    # Ranks that had failed before the stop have reported their exits by now.
-                    cause = root_cause(self.current.exits.values())
-                    self._raise_cause(cause)
-                    return cause
-            await self._report_of_stopped()
+            async with contextlib.aclosing(self._hosts.ask(WatchRanks())) as answers:
+                async for _, exited in answers:
+                    self._add_exits(exited)
+                    growth.cancel()  # once the ranks of a host have ended, a further host is of no use
+                    if first := root_cause(exited):
+                        break
+                else:
+                    await self._report_of_stopped()
+                    return None
+                hanging.cancel()
+                if first.is_early:
+                    await self._add_early_failures(answers)
         finally:
             growth.cancel()
-        return None
+        await self._stop_others(world_size)
+        # Ranks that had failed before the stop have reported their exits by now.
+        cause = root_cause(self.current.exits.values())
+        self._raise_cause(cause)
+        return cause
 
     async def _add_early_failures(self, answers: AsyncIterator[tuple[int, Exits]]) -> None:
 
@@ -300,7 +302,7 @@ class Attempts:
         """Stop the ranks after one has failed; write the failure to the log before the last of them has ended."""
         stopping = asyncio.ensure_future(self.stop(signal.SIGTERM))
         try:
-            await asyncio.wait([stopping], timeout=_NOTED_WITHIN)
+            await asyncio.wait([stopping], timeout=_REPORTED_WITHIN)
             if cause := root_cause(self.current.exits.values()):
                 self._reporter.report(
                     "failure",

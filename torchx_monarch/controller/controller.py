@@ -69,7 +69,7 @@ class Controller:
             except Interrupted as interruption:
                 event = interruption.event
                 result = await self._handle(event)
-                wait = self._next_wait(event) if result is None else 0.0
+                wait = self._count_change(event) if result is None else 0.0
         if self._queue is not None:
             await self._queue.close(result)
         return result
@@ -141,12 +141,12 @@ class Controller:
             raise Interrupted(StopRequested(0, JobResult(1, str(error)))) from None
         members = {host.replica for host in hosts}
 
-        def settled(event: HostEvent) -> bool:
+        def is_answered(event: HostEvent) -> bool:
             """Whether a mesh of these hosts is the answer to an event: its host is gone, or has joined."""
             gone = isinstance(event, HostLost) or (event.result.stopped and event.replica not in members)
             return event.replica != 0 and (gone or isinstance(event, HostJoined))
 
-        self._events.settle_all(settled)
+        self._events.settle_all(is_answered)
         return hosts
 
     async def _handle(self, event: HostEvent) -> JobResult | None:
@@ -156,9 +156,9 @@ class Controller:
         more = {"host": event.host} if isinstance(event, HostExcluded) else {}
         self._reporter.report("stop" if wanted else event.KIND, event.result.reason, replica=event.replica, **more)
         left = await self._dismiss_host(event)
+        changes_hosts = left or isinstance(event, (HostJoined, HostExcluded))
         # The controller runs on replica 0, so an event of replica 0 ends the job.
-        goes_on = (left or isinstance(event, (HostJoined, HostExcluded))) and event.replica != 0
-        goes_on = goes_on and (self._sizes.can_lose or self._replacements_left > 0)
+        goes_on = changes_hosts and event.replica != 0 and (self._sizes.can_lose or self._replacements_left > 0)
         if not goes_on:
             self._rendezvous.end()
         if await self._stop_ranks(event, left):
@@ -188,8 +188,8 @@ class Controller:
         await self._rendezvous.dismiss(event.replica, event.result)
         return True
 
-    def _next_wait(self, event: HostEvent) -> float:
-        """Prepare the next attempt; return the seconds that it waits for hosts beyond the minimum."""
+    def _count_change(self, event: HostEvent) -> float:
+        """Count an attempt and a replacement for a change of the hosts; return the seconds to wait for all hosts."""
         joined, too_few = isinstance(event, HostJoined), self._rendezvous.hosts.present < self._sizes.fewest
         self._attempts.hosts_changed(joined)
         if joined:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
 from torchx_monarch.controller.elastic import NodeRange, listed
 from torchx_monarch.controller.host_events import HostEvents, HostLost, Interrupted, StopRequested
@@ -99,7 +99,7 @@ class JobHosts:
 
     async def ask(
         self, request: Request[AnswerT], timeout: float | None = None, hosts: Sequence[Registration] | None = None
-    ) -> AsyncIterator[tuple[int, AnswerT]]:
+    ) -> AsyncGenerator[tuple[int, AnswerT], None]:
         """Send a request to every host, or some with replica 0's own first; yield the answers as they arrive.
 
         ``timeout`` is for all answers; None for no limit: the leases of the hosts limit the wait for lost ones.
@@ -147,7 +147,7 @@ class JobHosts:
         missing.update(dict.fromkeys(sorted(call.waiting), f"no answer within {timeout:g} s"))
         return answers, missing
 
-    async def stop(self, number: int, grace: float, note: Callable[[Exits], None]) -> None:
+    async def stop(self, number: int, grace: float, add_exits: Callable[[Exits], None]) -> None:
         """Stop the ranks of every host that can be reached. Events stay pending meanwhile.
 
         A host that has lost replica 0 stops its ranks by itself. The ranks of a host that is gone are gone too.
@@ -161,7 +161,7 @@ class JobHosts:
                     replica, answer = await call.next()
                     asked.discard(replica)
                     if not isinstance(answer, HostError):
-                        note(answer)
+                        add_exits(answer)
             except asyncio.TimeoutError:
                 self.reporter.line(f"host {listed(asked)} did not stop its ranks within {within:g} s")
         self.running -= {event.replica for event in self.events.pending if isinstance(event, HostLost)}
