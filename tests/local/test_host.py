@@ -160,18 +160,17 @@ def test_signals_to_handle_end_the_job_with_that_signal(folder: Path, script: Ca
     assert hosts.out().count("saved") == 2
 
 
-def test_host_that_never_arrives_is_named(folder: Path, script: Callable[[str], str]) -> None:
+@pytest.mark.parametrize(
+    ("started", "reason"),
+    [((0, 1), "replica 2 did not arrive within 2 s (--host-timeout, "), ((1,), "replica 0 was not reached in 2 s")],
+)
+def test_a_host_that_never_arrives_is_named(
+    folder: Path, script: Callable[[str], str], started: tuple[int, ...], reason: str
+) -> None:
     options = ("--grace", "1", "--preload", "", "--host-timeout", "2")
-    hosts = Hosts(folder, torchrun(script(""), nnodes=3), replicas=3, options=options).start(0, 1)
-    assert hosts.wait() == [1, 1]
-    assert "replica 2 did not arrive within 2 s (--host-timeout, " in hosts.err(0).splitlines()[-1]
-
-
-def test_missing_replica_0_is_named(folder: Path, script: Callable[[str], str]) -> None:
-    options = ("--grace", "1", "--preload", "", "--host-timeout", "1")
-    hosts = Hosts(folder, torchrun(script(""), nnodes=2), replicas=2, options=options).start(1)
-    assert hosts.wait() == [1]
-    assert "replica 0 was not reached in 1 s" in hosts.err(1)
+    hosts = Hosts(folder, torchrun(script(""), nnodes=3), replicas=3, options=options).start(*started)
+    assert hosts.wait() == [1] * len(started)
+    assert reason in hosts.err(started[0]).splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -181,6 +180,7 @@ def test_missing_replica_0_is_named(folder: Path, script: Callable[[str], str]) 
         (["torchrun", "--nprocs", "2", "x.py"], 2, "--nprocs"),
         (["torchrun", "--nproc-per-node", "gpu", "PROGRAM"], 1, "--nproc-per-node=gpu"),
         (["torchrun", "--numa-binding", "node", "--no-python", "true"], 1, "--numa-binding=node: local rank 0 has no"),
+        (["torchrun", "--log-dir", "/proc/self/status/logs", "PROGRAM"], 1, "cannot write the ranks' logs"),
     ],
 )
 def test_what_cannot_run_says_so_in_the_last_line(
@@ -207,21 +207,19 @@ def test_failure_to_start_on_another_host_is_reported_by_replica_0(folder: Path,
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "abc"), ("MONARCH_RESTART", "-1"), ("MONARCH_RUN_DIR", "/no/such/folder")],
+    [
+        ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "abc"),
+        ("MONARCH_RESTART", "-1"),
+        ("MONARCH_RUN_DIR", "/no/such/folder"),
+        ("MONARCH_RENDEZVOUS", "pigeon:1"),
+    ],
 )
 def test_bad_variables_are_named(folder: Path, script: Callable[[str], str], variable: str, value: str) -> None:
-    hosts = Hosts(folder, torchrun(script("")), options=NO_PRELOAD, environ={variable: value}).start()
-    assert hosts.wait()[0] in (1, 2)
-    assert value in hosts.err().splitlines()[-1]
-    assert "internal error" not in hosts.err()
-
-
-def test_a_bad_rendezvous_address_is_named(folder: Path, script: Callable[[str], str]) -> None:
-    environ = {"MONARCH_RENDEZVOUS": "pigeon:1"}
     command = torchrun(script(""), nnodes=2)
-    hosts = Hosts(folder, command, replicas=2, options=NO_PRELOAD, environ=environ).start()
-    assert hosts.wait() == [1, 1]
-    assert all("MONARCH_RENDEZVOUS='pigeon:1' is not of the form" in hosts.err(replica) for replica in (0, 1))
+    hosts = Hosts(folder, command, replicas=2, options=NO_PRELOAD, environ={variable: value}).start()
+    assert set(hosts.wait()) <= {1, 2}
+    assert "internal error" not in hosts.err(0) + hosts.err(1)
+    assert value in hosts.err().splitlines()[-1]
 
 
 def test_many_ranks_with_few_open_files(folder: Path, script: Callable[[str], str]) -> None:
@@ -237,14 +235,6 @@ def test_the_limit_of_too_few_open_files_is_named(folder: Path, script: Callable
     hosts = Hosts(folder, torchrun(script(""), nproc=40), options=NO_PRELOAD, wrapper=limited).start()
     assert hosts.wait() == [1]
     assert "Too many open files (RLIMIT_NOFILE is 30: ulimit -n)" in hosts.err().splitlines()[-1]
-
-
-def test_unwritable_log_dir_is_named(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    command = ["torchrun", "--log-dir", str(tmp_path / "file" / "logs"), script("")]
-    hosts = Hosts(folder, command, options=NO_PRELOAD).start()
-    assert hosts.wait() == [1]
-    assert "cannot write the ranks' logs" in hosts.err().splitlines()[-1]
 
 
 def test_no_tcp_port_is_opened_but_the_store_of_rank_0(folder: Path, script: Callable[[str], str]) -> None:
