@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,3 +30,17 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.TextIOWrapper]:
     with open(other, "w") as stream:
         yield stream
     os.close(main)
+
+
+@pytest.fixture
+def plain_signals() -> Iterator[None]:
+    """Have signals end this process as they end a program, and SIGINT raise KeyboardInterrupt, during the test."""
+    handlers = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

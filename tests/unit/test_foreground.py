@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,16 +29,6 @@ class ImpatientTerminal(io.StringIO):
         """Send SIGINT as many times as there are lines."""
         for _ in range(self.getvalue().count("\n")):
             signal.raise_signal(signal.SIGINT)
-
-
-@contextlib.contextmanager
-def ctrl_c_raises() -> Iterator[None]:
-    """Have SIGINT raise ``KeyboardInterrupt`` during the block, also under pytest-xdist and after TorchX's handler."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class Plain:
@@ -86,6 +74,7 @@ def submit(foreground: Foreground) -> None:
         submitted("a-1")
 
 
+@pytest.mark.usefixtures("plain_signals")
 @pytest.mark.parametrize("kills", [False, True])
 def test_a_second_ctrl_c_is_heeded_as_soon_as_its_effect_is_told(kills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The third and fourth one, which a held key sends, arrive while the app is killed."""
@@ -94,13 +83,12 @@ def test_a_second_ctrl_c_is_heeded_as_soon_as_its_effect_is_told(kills: bool, mo
     apps = Plain(kills)
     foreground = foreground_of(apps)
     submit(foreground)
-    with ctrl_c_raises():
-        try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
-                foreground.on_close()
-        assert ended.type is SystemExit and str(ended.value) == "130"
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
+            foreground.on_close()
+    assert ended.type is SystemExit and str(ended.value) == "130"
     assert apps.graces == ([0.0] if kills else [None])
     assert ("killing plain://torchx/a-1" in terminal.getvalue()) is kills
 
@@ -111,54 +99,42 @@ def test_another_program_than_torchx_run_is_not_that_command() -> None:
     assert not foreground.has_submitted("a-1")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_signals_to_a_command_that_does_not_wait_are_left_alone(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("plain_signals")
+def test_signals_to_a_command_that_does_not_wait_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     is_run(monkeypatch, wait=False)
-    before = signal.signal(number, signal.SIG_DFL)
     foreground = foreground_of(Plain())
-    try:
-        submit(foreground)
-        assert signal.getsignal(number) == signal.SIG_DFL
-        foreground.on_close()
-        assert signal.getsignal(number) == signal.SIG_DFL
-    finally:
-        signal.signal(number, before)
+    submit(foreground)
+    assert {signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)} == {signal.SIG_DFL}
+    foreground.on_close()
+    assert {signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)} == {signal.SIG_DFL}
 
 
+@pytest.mark.usefixtures("plain_signals")
 def test_a_signal_during_the_submission_cancels_what_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     is_run(monkeypatch, wait=True)
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
     backend = Plain()
     foreground = foreground_of(backend)
-    try:
-        with pytest.raises(SystemExit, match="143"):
-            try:
-                with foreground.submission() as submitted:
-                    signal.raise_signal(signal.SIGTERM)
-                    signal.raise_signal(signal.SIGHUP)  # a closed terminal sends both
-                    submitted("a-1")
-            except KeyboardInterrupt:
-                foreground.on_close()
-        assert backend.cancelled == 1 and "without --wait and --log" in backend.reasons[0]
-    finally:
-        for caught, handler in before.items():
-            signal.signal(caught, handler)
+    with pytest.raises(SystemExit, match="143"):
+        try:
+            with foreground.submission() as submitted:
+                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(signal.SIGHUP)  # a closed terminal sends both
+                submitted("a-1")
+        except KeyboardInterrupt:
+            foreground.on_close()
+    assert backend.cancelled == 1 and "without --wait and --log" in backend.reasons[0]
 
 
+@pytest.mark.usefixtures("plain_signals")
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
 def test_a_disposition_of_the_users_stays(handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     is_run(monkeypatch, wait=True)
-    before = signal.signal(signal.SIGHUP, handler)
+    signal.signal(signal.SIGHUP, handler)
     foreground = foreground_of(Plain())
-    try:
-        submit(foreground)
-        assert signal.getsignal(signal.SIGHUP) is handler
-        foreground.on_close()
-        assert signal.getsignal(signal.SIGHUP) is handler
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    submit(foreground)
+    assert signal.getsignal(signal.SIGHUP) is handler
+    foreground.on_close()
+    assert signal.getsignal(signal.SIGHUP) is handler
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,17 @@ from typing import Any
 
 import pytest
 from torchx.cli.main import main
-from torchx.specs import InvalidRunConfigException, runopts
 
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.backend import Capabilities
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.model.state import State
-from torchx_monarch.schedulers.run_options import CheckedRunopts
 
 Command = Callable[..., str]
 
 RUN = "run -s monarch_local monarch.spmd"
+CFG, KUBERNETES = "run -s monarch_local -cfg", "run -s monarch_kubernetes -cfg"
 
 
 @pytest.fixture
@@ -75,6 +74,18 @@ def torchx(
         ("run monarch_local monarch.spmd train.py", "To use it: torchx run -s monarch_local COMPONENT ..."),
         ("run -s monarch_local -cfg hang_aftr=20 monarch.spmd train.py", "Did you mean hang_after?"),
         ("run -s monarch_local -cfg on_hang=kill monarch.spmd train.py", "it is observe or restart or fail"),
+        (f"{CFG} grace=abc --dryrun utils.echo", "Run option `grace` is 'abc', which is no int"),
+        (f"{CFG} no_such=1 --dryrun utils.echo", "Unknown run option `no_such`. Valid options are: "),
+        (f"{CFG} grace --dryrun utils.echo", "-cfg 'grace' is not of the form OPTION=VALUE,OPTION=VALUE"),
+        (f"{CFG} grace=-1 --dryrun utils.echo", "grace"),
+        (
+            f"{KUBERNETES} node_selector=disk --dryrun utils.echo",
+            "Run option `node_selector` is 'disk', which is not of the form KEY:VALUE;KEY:VALUE",
+        ),
+        (
+            f"{KUBERNETES} tolerations=a=b:NoSchedule --dryrun utils.echo",
+            "(a value that contains = needs quotes: OPTION='A=B')",
+        ),
         ("status monarch_local://torchx/x", "there is no app 'x' of monarch_local"),
         ("log monarch_local://torchx/x", "there is no app 'x' of monarch_local"),
         ("log monarch_local://torchx/x/train/0", "there is no app 'x' of monarch_local"),
@@ -102,62 +113,21 @@ def test_what_to_type_instead(
 
 
 @pytest.mark.parametrize(
-    ("cfg", "words"),
+    ("settings", "command", "answer"),
     [
-        ("grace=abc", "Run option `grace` is 'abc', which is no int"),
-        ("no_such=1", "Unknown run option `no_such`. Valid options are: "),
-        ("grace", "-cfg 'grace' is not of the form OPTION=VALUE,OPTION=VALUE"),
-        ("grace=-1", "grace"),
+        ("[monarch_local]\ngrace = abc\n", "--dryrun utils.echo", "Run option `grace` is 'abc', which is no int"),
+        ("[monarch_local]\ngrace = None\n", "--dryrun utils.echo", "`grace` is None; it is a number of seconds, 0 to"),
+        ("[component:monarch.ft]\nlighthouse = head\n", "monarch.ft -j 2x1 train.py", "--lighthouse head: use http"),
     ],
 )
-def test_options_of_the_scheduler(torchx: Command, cfg: str, words: str) -> None:
-    assert words in torchx("run", "-s", "monarch_local", "-cfg", cfg, "--dryrun", "utils.echo")
-
-
-@pytest.mark.parametrize(
-    ("cfg", "words"),
-    [
-        ("node_selector=disk", "Run option `node_selector` is 'disk', which is not of the form KEY:VALUE;KEY:VALUE"),
-        ("tolerations=a=b:NoSchedule", "(a value that contains = needs quotes: OPTION='A=B')"),
-    ],
-)
-def test_options_with_several_values(torchx: Command, cfg: str, words: str) -> None:
-    assert words in torchx("run", "-s", "monarch_kubernetes", "-cfg", cfg, "--dryrun", "utils.echo")
-
-
-def test_a_configuration_file(torchx: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / "config"))
-    (tmp_path / "config").write_text("[monarch_local]\ngrace = abc\n")
-    assert "Run option `grace` is 'abc', which is no int" in torchx(
-        "run", "-s", "monarch_local", "--dryrun", "utils.echo"
-    )
-
-
-def test_a_lighthouse_of_the_configuration_file(
-    torchx: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_configuration_file(
+    torchx: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str, command: str, answer: str
 ) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")  # has no torchft_lighthouse
     monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / ".torchxconfig"))
-    (tmp_path / ".torchxconfig").write_text("[component:monarch.ft]\nlighthouse = head\n")
+    (tmp_path / ".torchxconfig").write_text(settings)
     (tmp_path / "train.py").touch()
-    said = torchx("run", "-s", "monarch_local", "monarch.ft", "-j", "2x1", "train.py")
-    assert "--lighthouse head: use http" in said
-
-
-def test_an_option_that_is_none(torchx: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / ".torchxconfig").write_text("[monarch_local]\ngrace = None\n")
-    monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / ".torchxconfig"))
-    said = torchx("run", "-s", "monarch_local", "--dryrun", "utils.echo")
-    assert "`grace` is None; it is a number of seconds, 0 to" in said
-
-
-def test_options_are_read_as_by_torchx() -> None:
-    plain = runopts()
-    plain.add("grace", type_=int, default=1, help="seconds")
-    options = CheckedRunopts(plain)
-    assert options.cfg_from_str("grace=5") == {"grace": 5}
-    with pytest.raises(InvalidRunConfigException, match="`grace` is 'x'"):
-        options.cfg_from_str("grace=x")
+    assert answer in torchx("run", "-s", "monarch_local", *command.split())
 
 
 @pytest.mark.filterwarnings("ignore:.*socket:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")

@@ -8,13 +8,13 @@ import io
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, cast
 
 import pytest
 
 import torchx_monarch
-from tests.unit.test_foreground import ImpatientTerminal, ctrl_c_raises
+from tests.unit.test_foreground import ImpatientTerminal
 from tests.waits import until
 from torchx_monarch.cli import ps
 from torchx_monarch.client.connection import Target
@@ -113,24 +113,33 @@ class RunningRun:
         pass
 
 
+def has_result(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None]) -> None:
+    """Have something happen each time that a run's result is awaited."""
+
+    class Handle(RunHandle):
+        def result(self, timeout: float | None = None) -> RunResult:
+            meanwhile()
+            return super().result(30)
+
+    monkeypatch.setattr("torchx_monarch.client.run.RunHandle", Handle)
+
+
+@pytest.mark.usefixtures("plain_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("is_held", [False, True])
 def test_a_signal_stops_a_run_also_one_that_came_before_its_number(
     number: signal.Signals, is_held: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running: Any = RunningRun()
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
 
-    class Handle(RunHandle):
-        def result(self, timeout: float | None = None) -> RunResult:
-            if not running.asked:
-                signal.raise_signal(number)
-            elif len(running.asked) == 1:
-                signal.raise_signal(signal.SIGHUP)  # a closed terminal sends it twice
-                raise KeyboardInterrupt
-            return super().result(30)
+    def meanwhile() -> None:
+        if not running.asked:
+            signal.raise_signal(number)
+        elif len(running.asked) == 1:
+            signal.raise_signal(signal.SIGHUP)  # a closed terminal sends it twice
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr("torchx_monarch.client.run.RunHandle", Handle)
+    has_result(monkeypatch, meanwhile)
     try:
         termination.install()
         if is_held:
@@ -140,13 +149,12 @@ def test_a_signal_stops_a_run_also_one_that_came_before_its_number(
             collect_with_interrupts(running, running, Collector("stream"))
     finally:
         termination.remove()
-        for caught, handler in before.items():
-            signal.signal(caught, handler)
     assert signal_of(ended.value) == number
     assert [request["kill"] for request in running.asked] == [False, True]
     assert f"stopping run 1 ({number.name}); Ctrl-C again kills it" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("plain_signals")
 def test_a_second_ctrl_c_kills_a_run_before_its_effect_is_told_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     running: Any = RunningRun()
 
@@ -155,20 +163,19 @@ def test_a_second_ctrl_c_kills_a_run_before_its_effect_is_told_to_the_end(monkey
             if "killing" not in self.getvalue():  # the third one would leave the run alone
                 super().flush()
 
-    class Handle(RunHandle):
-        def result(self, timeout: float | None = None) -> RunResult:
-            if not running.asked and not terminal.getvalue():
-                signal.raise_signal(signal.SIGINT)
-            return super().result(timeout)
+    def meanwhile() -> None:
+        if not running.asked and not terminal.getvalue():
+            signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("torchx_monarch.client.run.RunHandle", Handle)
+    has_result(monkeypatch, meanwhile)
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
-    with ctrl_c_raises(), pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):
         collect_with_interrupts(running, running, Collector("stream"))
     assert running.asked == [{"type": "end-run", "run": 1, "kill": True}]
     assert "stopping run 1" in terminal.getvalue() and "killing run 1" in terminal.getvalue()
 
 
+@pytest.mark.usefixtures("plain_signals")
 def test_a_run_is_stopped_also_if_nobody_reads_that_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     running: Any = RunningRun()
 
@@ -176,15 +183,9 @@ def test_a_run_is_stopped_also_if_nobody_reads_that_it_is(monkeypatch: pytest.Mo
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    class Handle(RunHandle):
-        def result(self, timeout: float | None = None) -> RunResult:
-            if len(running.asked) < 2:
-                signal.raise_signal(signal.SIGINT)
-            return super().result(timeout)
-
-    monkeypatch.setattr("torchx_monarch.client.run.RunHandle", Handle)
+    has_result(monkeypatch, lambda: signal.raise_signal(signal.SIGINT) if len(running.asked) < 2 else None)
     monkeypatch.setattr("sys.stderr", Unread())
-    with ctrl_c_raises(), pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):
         collect_with_interrupts(running, running, Collector("stream"))
     assert [request["kill"] for request in running.asked] == [False, True]
 
@@ -201,6 +202,7 @@ def test_a_run_is_stopped_also_if_nobody_reads_its_output() -> None:
     assert run.cancel() and running.asked == [{"type": "end-run", "run": 1, "kill": False}]
 
 
+@pytest.mark.usefixtures("plain_signals")
 def test_ctrl_c_counts_also_if_the_kernel_gives_it_to_another_thread() -> None:
     class Interrupting(RunningRun):
         def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -211,7 +213,7 @@ def test_ctrl_c_counts_also_if_the_kernel_gives_it_to_another_thread() -> None:
             yield from super().__iter__()
 
     running: Any = Interrupting()
-    with ctrl_c_raises(), pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):
         collect_with_interrupts(running, running, Collector("stream"))
     assert [request["kill"] for request in running.asked] == [False, True]
 

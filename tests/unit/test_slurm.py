@@ -8,7 +8,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -184,6 +183,7 @@ def test_the_folder_of_jobs_is_no_link(runner: Runner, tmp_path: Path, monkeypat
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
+@pytest.mark.usefixtures("plain_signals")
 def test_ctrl_c_while_sbatch_answers_leaves_nothing(
     runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,12 +194,8 @@ def test_ctrl_c_while_sbatch_answers_leaves_nothing(
         (tools / name).write_text(f"#!/bin/sh\n{scripts.get(name, '')}\n")
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # TorchX's local scheduler may have set another
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            runner.run(app(), "monarch_slurm", cfg={"job_dir": str(tmp_path / "jobs")})
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(app(), "monarch_slurm", cfg={"job_dir": str(tmp_path / "jobs")})
     assert (tmp_path / "cancelled").read_text() == "7\n"
     assert SlurmBackend().folders() == {} and list((tmp_path / "jobs").iterdir()) == []
 
