@@ -146,21 +146,10 @@ def test_the_seed_of_a_program_draws_no_ports(runner: Runner) -> None:
     assert random.getstate() == before
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--nproc-per-nod", "2", "--bogus", "train.py"], "--bogus"),
-        (["--nnodes", "3", "train.py"], "--nnodes=3"),
-        (["--logs-specs", "own", "--nnodes", "2", "train.py"], "--logs-specs=own"),
-    ],
-)
-def test_bad_command_is_refused_before_anything_is_submitted(
-    runner: Runner, app: AppDef, args: list[str], words: str
-) -> None:
-    app.roles[0].args = args
-    with pytest.raises(ComponentValidationException, match=words) as caught:
+def test_bad_command_is_refused_before_anything_is_submitted(runner: Runner, app: AppDef) -> None:
+    app.roles[0].args = ["--nnodes", "3", "train.py"]
+    with pytest.raises(ComponentValidationException, match="role 'trainer': .*--nnodes=3"):
         runner.run(app, "monarch_local")
-    assert "trainer" in str(caught.value)
     assert runner.list("monarch_local") == []
 
 

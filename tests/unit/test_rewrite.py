@@ -102,10 +102,9 @@ def test_spare_hosts_are_for_roles_of_ranks() -> None:
     beside = AppDef("app", [app("torchrun", "a.py").roles[0], app("echo", "hello").roles[0]])
     beside.roles[1].name = "other"
     assert [spec.spares for spec in rewrite(beside, WrapOptions(spec=HostSpec(spares=1))).roles] == [1, 0]
-    for metadata, problem in (({"spares": 1}, "runs no ranks"), ({"spares": "1"}, "use 0 or more")):
-        beside.roles[1].metadata = {"monarch": metadata}
-        with pytest.raises(RoleMetadataError, match=problem):
-            rewrite(beside, OPTIONS)
+    beside.roles[1].metadata = {"monarch": {"spares": 1}}
+    with pytest.raises(RoleMetadataError, match="runs no ranks"):
+        rewrite(beside, OPTIONS)
 
 
 def test_only_the_command_changes() -> None:
@@ -368,13 +367,6 @@ def test_ranks_start_by_themselves_where_the_role_says_so() -> None:
     given = app("torchrun", "a.py")
     given.roles[0].metadata = {"monarch": {"wrap": False}}
     assert rewritten(given).args == ["a.py"]
-    given.roles[0].metadata["monarch"]["wrap"] = "no"
-    with pytest.raises(RoleMetadataError, match="has 'wrap': 'no'; use True or False"):
-        rewrite(given, OPTIONS)
-    given = AppDef("app", [*app("torchrun", "a.py").roles, *app("echo", "hello").roles])
-    given.roles[1].name, given.roles[1].metadata = "other", {"monarch": {"wrap": True}}
-    with pytest.raises(CommandError, match="role 'other' needs hosts, and this scheduler has them in the first role"):
-        rewrite(given, FIRST)
 
 
 @pytest.mark.parametrize(
@@ -501,6 +493,13 @@ SIDECAR = {"monarch": {"sidecar": True}}
     ("roles", "message"),
     [
         (ft("train.py", j="2x1").roles, "role 'group1' needs hosts, and this scheduler has them in the first role"),
+        (
+            [
+                Role("a", "", entrypoint="torchrun", args=["a.py"]),
+                Role("b", "", entrypoint="echo", metadata={"monarch": {"wrap": True}}),
+            ],
+            "role 'b' needs hosts, and this scheduler has them in the first role",
+        ),
         (ft("train.py", j="1x1").roles, "on this scheduler no role learns the address of the role 'lighthouse'"),
         (controller("a.py", meshes={"a": "1", "b": "2"}).roles, "role 'b' needs hosts, .* in all roles$"),
         (

@@ -74,6 +74,7 @@ def error(secondary: bool = False, replica: int = -1) -> str:
     return json.dumps({"message": {"message": "boom", "errorCode": 3, "extraInfo": extra}})
 
 
+SPARED: dict[str, Any] = {"min_replicas": 2, "spares": 1, "workload": WorkloadKind.RANKS}
 S, F, R, P, C, U = State.SUCCEEDED, State.FAILED, State.RUNNING, State.PENDING, State.CANCELLED, State.UNKNOWN
 
 
@@ -109,6 +110,14 @@ S, F, R, P, C, U = State.SUCCEEDED, State.FAILED, State.RUNNING, State.PENDING, 
         pytest.param(app(role(F, S), native=Outcome(S)), S, S, False, id="the backend's own controller decides"),
         pytest.param(app(role(F, R), native=Outcome(R)), R, None, False, id="that controller has not decided yet"),
         pytest.param(app(role(F, R), native=Outcome(F)), F, F, False, id="that controller has ended it"),
+        pytest.param(app(role(S, S, S, **SPARED)), S, S, False, id="all have succeeded, the spare too"),
+        pytest.param(app(role(S, F, S, **SPARED)), S, S, False, id="the spare took the place of replica 1"),
+        pytest.param(app(role(S, S, F, **SPARED)), S, S, False, id="the spare was lost"),
+        pytest.param(app(role(S, S, P, **SPARED)), R, S, True, id="the spare has never started, and is ended now"),
+        pytest.param(app(role(R, F, R, **SPARED)), R, None, False, id="the spare takes the place of replica 1"),
+        pytest.param(app(role(R, F, F, **SPARED)), R, F, True, id="one and the spare have failed"),
+        pytest.param(app(role(S, R, R, **SPARED)), R, None, False, id="replica 0 has succeeded, beside a spare"),
+        pytest.param(app(role(F, R, R, **SPARED)), R, F, True, id="no spare takes the place of replica 0"),
     ],
 )
 def test_the_state_of_an_app(given: AppSnapshot, state: State, outcome: State | None, stop: bool) -> None:
@@ -294,6 +303,8 @@ def test_a_mark_is_kept_and_read() -> None:
 @pytest.mark.parametrize(
     ("ours", "said"),
     [
+        ({"wrap": "no"}, "its metadata 'monarch' has 'wrap': 'no'; use True or False"),
+        ({"spares": "1"}, "its metadata 'monarch' has 'spares': '1'; use 0 or more"),
         ({"sidecar": "yes"}, "its metadata 'monarch' has 'sidecar': 'yes'; use True or False"),
         ("sidecar", "its metadata 'monarch' is 'sidecar'; it is a dictionary, such as {'sidecar': True}"),
         ({"side_car": True}, "its metadata 'monarch' has the unknown setting 'side_car'. Did you mean sidecar?"),
@@ -313,27 +324,6 @@ def test_hosts_that_wait_end_with_those_of_the_first_role() -> None:
     roles = [Role(name, "", entrypoint="torchrun", args=["a.py"]) for name in ("a", "b")]
     assert [is_sidecar(role) for role in hold_for_runs(AppDef("app", roles)).roles] == [False, True]
     assert not any(role.metadata for role in roles)
-
-
-SPARED: dict[str, Any] = {"min_replicas": 2, "spares": 1, "workload": WorkloadKind.RANKS}
-
-
-@pytest.mark.parametrize(
-    ("states", "state", "outcome"),
-    [
-        ((S, S, S), S, S),
-        ((S, F, S), S, S),  # the spare took the place of replica 1
-        ((S, S, F), S, S),  # the spare was lost
-        ((S, S, P), R, S),  # the spare has never started; it is ended now
-        ((R, F, R), R, None),
-        ((R, F, F), R, F),
-        ((S, R, R), R, None),
-        ((F, R, R), R, F),
-    ],
-)
-def test_a_spare_never_decides(states: tuple[State, ...], state: State, outcome: State | None) -> None:
-    status = reduce(app(role(*states, **SPARED)))
-    assert (status.state, status.outcome and status.outcome.state) == (state, outcome)
 
 
 def test_a_spare_that_can_never_start_fails_no_app() -> None:
