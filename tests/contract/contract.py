@@ -183,13 +183,17 @@ class Contract(Groups):
 
     Attributes:
         kind: the backend's ``Place``.
+        made_by: the fixture that makes it; empty if it is made here.
     """
 
     kind: ClassVar[type[Place]]
+    made_by: ClassVar[str] = ""
 
     @pytest.fixture
-    def place(self, leaves_nothing: None, tmp_path: Path) -> Iterator[Place]:
-        """Yield the place; a subclass may have it made by another fixture."""
+    def place(self, leaves_nothing: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
+        if self.made_by:
+            yield request.getfixturevalue(self.made_by)
+            return
         place = self.kind(tmp_path)
         yield place
         place.close()

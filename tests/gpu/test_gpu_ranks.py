@@ -45,16 +45,17 @@ def missing() -> str:
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.slow]
 
 
-def launched(folder: Path, path: str, nproc: str = "gpu", options: tuple[str, ...] = ()) -> Hosts:
+def launched(folder: Path, path: str, *words: str, nproc: str = "gpu", options: tuple[str, ...] = ()) -> Hosts:
     """Run a program and check that it succeeds.
 
     Args:
         folder: for the host.
         path: the program.
+        words: further options of torchrun.
         nproc: number of ranks, or ``gpu`` for the number of GPUs.
         options: further options of the host.
     """
-    command = ["torchrun", "--tee", "3", "--nproc-per-node", nproc, path]
+    command = ["torchrun", "--tee", "3", "--nproc-per-node", nproc, *words, path]
     hosts = Hosts(folder, command, options=("--grace", "5", *options)).start()
     assert hosts.wait(300) == [0], hosts.err()
     return hosts
@@ -65,32 +66,53 @@ def said(hosts: Hosts) -> set[str]:
     return {line.partition("said ")[2] for line in hosts.out().splitlines() if "said " in line}
 
 
-def test_each_rank_initializes_cuda(folder: Path, script: Callable[[str], str]) -> None:
-    """Forks of a zygote that has been asked for the number of GPUs, as ``--nproc-per-node gpu`` does."""
-    path = script(
-        PROGRAM
-        + """
+CAN = {
+    "initialize CUDA": """
 values = torch.arange(1000, device="cuda")
-print("said", forked, before, torch.cuda.current_device() == local, int(values.sum()), flush=True)
-"""
-    )
-    assert said(hosts := launched(folder, path)) == {"True False True 499500"}
-    assert NOT_FORKS not in hosts.err()
-
-
-def test_nccl(folder: Path, script: Callable[[str], str]) -> None:
-    path = script(
-        PROGRAM
-        + """
+assert not before and torch.cuda.current_device() == local and int(values.sum()) == 499500
+""",
+    "meet in NCCL": """
 dist.init_process_group("nccl")
 value = torch.full((1 << 20,), rank + 1.0, device="cuda")
 dist.all_reduce(value)
 assert value.unique().tolist() == [world * (world + 1) / 2], value
 dist.destroy_process_group()
-print("said", forked, flush=True)
-"""
-    )
-    assert said(launched(folder, path)) == {"True"}
+""",
+    "replay a CUDA graph": """
+given = torch.zeros(1024, device="cuda")
+stream = torch.cuda.Stream()
+stream.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(stream):
+    for _ in range(3):
+        result = given * 2 + 1
+torch.cuda.current_stream().wait_stream(stream)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    result = given * 2 + 1
+given.copy_(torch.full((1024,), 3.0))
+graph.replay()
+torch.cuda.synchronize()
+assert result.unique().tolist() == [7.0], result
+""",
+    "pin memory, also of batches that a DataLoader's worker process loads and its thread pins": """
+from torch.utils.data import DataLoader, TensorDataset
+pinned = torch.ones(1 << 20).pin_memory()
+copied = pinned.to("cuda", non_blocking=True)
+torch.cuda.synchronize()
+assert pinned.is_pinned() and copied.sum().item() == 1 << 20
+loader = DataLoader(TensorDataset(torch.arange(64.0)), batch_size=16, num_workers=1, pin_memory=True)
+batches = [(values.is_pinned(), values.to("cuda", non_blocking=True).sum().item()) for values, in loader]
+assert all(held for held, _ in batches) and sum(total for _, total in batches) == 2016.0, batches
+""",
+}
+
+
+@pytest.mark.parametrize("can", CAN)
+def test_each_rank_can(folder: Path, script: Callable[[str], str], can: str) -> None:
+    """Forks of a zygote that has been asked for the number of GPUs, as ``--nproc-per-node gpu`` does."""
+    path = script(f'{PROGRAM}{CAN[can]}print("said", forked, flush=True)\n')
+    assert said(hosts := launched(folder, path)) == {"True"}
+    assert NOT_FORKS not in hosts.err()
 
 
 def test_a_second_attempt_after_a_killed_rank(folder: Path, script: Callable[[str], str]) -> None:
@@ -109,10 +131,7 @@ dist.destroy_process_group()
 print("said", forked, attempt, flush=True)
 """
     )
-    command = ["torchrun", "--tee", "3", "--nproc-per-node", "gpu", "--max-restarts", "1", path]
-    hosts = Hosts(folder, command).start()
-    assert hosts.wait(300) == [0], hosts.err()
-    assert said(hosts) == {"True 1"}
+    assert said(launched(folder, path, "--max-restarts", "1")) == {"True 1"}
 
 
 def test_the_dump_of_a_rank_that_fails_has_the_collectives_of_nccl(folder: Path, script: Callable[[str], str]) -> None:
@@ -169,47 +188,6 @@ time.sleep(1000)
     hosts = Hosts(folder, ["torchrun", "--nproc-per-node", "gpu", path], options=options).start()
     assert hosts.wait(300) == [1], hosts.err()
     assert HANGS[how].format(last=count - 1) in hosts.err()
-
-
-def test_cuda_graph(folder: Path, script: Callable[[str], str]) -> None:
-    path = script(
-        PROGRAM
-        + """
-given = torch.zeros(1024, device="cuda")
-stream = torch.cuda.Stream()
-stream.wait_stream(torch.cuda.current_stream())
-with torch.cuda.stream(stream):
-    for _ in range(3):
-        result = given * 2 + 1
-torch.cuda.current_stream().wait_stream(stream)
-graph = torch.cuda.CUDAGraph()
-with torch.cuda.graph(graph):
-    result = given * 2 + 1
-given.copy_(torch.full((1024,), 3.0))
-graph.replay()
-torch.cuda.synchronize()
-print("said", forked, result.unique().tolist(), flush=True)
-"""
-    )
-    assert said(launched(folder, path)) == {"True [7.0]"}
-
-
-def test_pinned_memory(folder: Path, script: Callable[[str], str]) -> None:
-    """Pinned tensors, and batches that a DataLoader's worker process loads and its thread pins."""
-    path = script(
-        PROGRAM
-        + """
-from torch.utils.data import DataLoader, TensorDataset
-pinned = torch.ones(1 << 20).pin_memory()
-copied = pinned.to("cuda", non_blocking=True)
-torch.cuda.synchronize()
-loader = DataLoader(TensorDataset(torch.arange(64.0)), batch_size=16, num_workers=1, pin_memory=True)
-batches = [(values.is_pinned(), values.to("cuda", non_blocking=True).sum().item()) for values, in loader]
-print("said", forked, pinned.is_pinned(), copied.sum().item() == 1 << 20, all(held for held, _ in batches),
-      sum(total for _, total in batches), flush=True)
-"""
-    )
-    assert said(launched(folder, path)) == {"True True True True 2016.0"}
 
 
 @pytest.mark.skipif(not shutil.which("gcc"), reason="no C compiler")

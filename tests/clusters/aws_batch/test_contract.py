@@ -3,15 +3,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.clusters.aws_batch.apps import Apps
 from tests.contract.contract import Contract
 
 
 class TestContract(Contract):
     kind = Apps
-
-    @pytest.fixture
-    def place(self, running_apps: Apps) -> Apps:
-        return running_apps
+    made_by = "running_apps"

@@ -14,7 +14,4 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 class TestContract(Contract):
     kind = Apps
-
-    @pytest.fixture
-    def place(self, apps: Apps) -> Apps:
-        return apps
+    made_by = "apps"

@@ -3,15 +3,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.clusters.slurm.apps import Apps
 from tests.contract.contract import Contract
 
 
 class TestContract(Contract):
     kind = Apps
-
-    @pytest.fixture
-    def place(self, apps: Apps) -> Apps:
-        return apps
+    made_by = "apps"

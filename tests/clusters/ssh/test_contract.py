@@ -13,7 +13,4 @@ pytestmark = [pytest.mark.slow]
 
 class TestContract(QueueContract):
     kind = Apps
-
-    @pytest.fixture
-    def place(self, apps: Apps) -> Apps:
-        return apps
+    made_by = "apps"
