@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The life of an app on the detached local scheduler, seen from this process and from others."""
+"""The life of an app on the detached local scheduler, its logs, and many apps."""
 
 from __future__ import annotations
 
@@ -7,13 +7,24 @@ import json
 import os
 import stat
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
-from torchx.specs import AppState, RetryPolicy, Role, macros
+from torchx.schedulers.api import Stream
+from torchx.specs import AppDef, AppState, RetryPolicy, Role, macros
 
 from tests.local.detached import NAME, Detached, py, sh
 from tests.waits import until
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.backends.local.folder import lock, prune
+from torchx_monarch.backends.local.record import RoleRecord, SupervisorRecord
+from torchx_monarch.model.state import State
+from torchx_monarch.supervisor.replica import ReplicaRecord
 
 
 def test_everything_is_private(apps: Detached) -> None:
@@ -190,3 +201,101 @@ print(json.dumps(runner.run(app, "monarch_local").rpartition("/")[2]))
     app_id = apps.fresh(code)
     assert apps.wait(app_id).state is AppState.SUCCEEDED
     assert {line for k in range(30) for line in apps.log(app_id, k=k)} == {"64\n"}
+
+
+@pytest.mark.parametrize("command", ["echo loss", "torchrun --no-python echo loss"])
+def test_output_of_a_filter_that_ends_after_the_command(apps: Detached, command: str) -> None:
+    """Bash does not wait for such a process, and becomes a last command that is not its own."""
+    filtered = "while kill -0 $$ 2>/dev/null; do sleep 0.02; done; sed 's/^/filtered /'"
+    app_id = apps.run(Role("r", image="", entrypoint="bash", args=["-c", f"{command} > >({filtered})"]))
+    assert apps.wait(app_id).state is AppState.SUCCEEDED
+    assert apps.log(app_id, streams=Stream.STDOUT) == ["filtered loss\n"]
+
+
+def test_bytes_that_are_no_text(apps: Detached) -> None:
+    app_id = apps.run(py(r"import os; os.write(1, b'a\xff\xfe\r\x00b\n' + '\u00e9\u65e5'.encode() + b'\n')"))
+    apps.wait(app_id)
+    assert apps.log(app_id) == ["a\ufffd\ufffd\r\0b\n", "\u00e9\u65e5\n"]
+
+
+def test_output_of_orphans_is_kept_while_the_app_runs(apps: Detached, tmp_path: Path) -> None:
+    (tmp_path / "orphan.sh").write_text(f"while ! test -e {tmp_path}/late; do sleep 0.02; done; echo late")
+    role = sh(f"sh {tmp_path}/orphan.sh & exit 0", name="side")
+    app_id = apps.run(sh(f"while ! test -e {tmp_path}/end; do sleep 0.02; done", name="main"), role)
+    until(lambda: apps.states(app_id)["side/0"] is AppState.SUCCEEDED, "the end of the role")
+    (tmp_path / "late").touch()
+    until(lambda: apps.log(app_id, "side") == ["late\n"], "what its child prints after it")
+    (tmp_path / "end").touch()
+    assert apps.wait(app_id).state is AppState.SUCCEEDED
+    assert apps.log(app_id, "side") == ["late\n"]
+
+
+def test_a_job_whose_orphan_holds_the_pipe_ends(apps: Detached) -> None:
+    app_id = apps.run(sh("sleep 1000 & echo done"))
+    assert apps.wait(app_id).state is AppState.SUCCEEDED
+    assert apps.log(app_id) == ["done\n"]
+
+
+def old_app(name: str, ended: float, state: State = State.SUCCEEDED) -> None:
+    paths = state_files.app_paths(name)
+    os.makedirs(paths.root)
+    record = SupervisorRecord(name, "old", created=ended - 10, state=state, ended=ended)
+    record.roles = [RoleRecord("r", [ReplicaRecord(k, state=state, exit_code=0) for k in range(4)])]
+    state_files.write_json(paths.status, asdict(record))
+
+
+def test_ten_submissions_at_once(apps: Detached) -> None:
+    with ThreadPoolExecutor(10) as pool:
+        ids = list(pool.map(lambda n: apps.run(sh(f"echo {n}")), range(10)))
+    assert len(set(ids)) == 10
+    for n, app_id in enumerate(ids):
+        assert apps.wait(app_id).state is AppState.SUCCEEDED
+        assert apps.log(app_id) == [f"{n}\n"]
+    assert len(apps.scheduler.list()) == 10
+
+
+def test_one_dry_run_is_submitted_once(apps: Detached) -> None:
+    info = apps.runner.dryrun(AppDef("a", [sh("echo ${app_id}")]), NAME)
+    app_id = apps.runner.schedule(info).rpartition("/")[2]
+    with pytest.raises(UserError, match=f"submitted already, as {app_id}"):
+        apps.runner.schedule(info)
+    assert apps.wait(app_id).state is AppState.SUCCEEDED
+    assert apps.log(app_id) == [f"{app_id}\n"]
+
+
+def test_pruning(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, day = time.time(), 86400
+    old_app("old-kept", now - 13 * day)
+    old_app("old-gone", now - 15 * day)
+    old_app("old-running", now - 99 * day, state=State.RUNNING)
+    held = lock(state_files.app_paths("old-running"))
+    trash = Path(state_files.apps_dir(), ".trash-1-x")
+    trash.mkdir()
+    os.utime(trash, (0, 0))
+    Path(state_files.apps_dir(), "mine").mkdir()
+    (Path(state_files.apps_dir(), "note.txt")).touch()
+    app_id = apps.run(sh("true"))
+    apps.wait(app_id)
+    until(lambda: not Path(state_files.app_paths("old-gone").root).exists(), "the old app to go")
+    kept = {"old-kept", "old-running", "mine", "note.txt", app_id}
+    until(lambda: {path.name for path in Path(state_files.apps_dir()).iterdir()} == kept, "the rest to go")
+    monkeypatch.setenv("MONARCH_KEEP_DAYS", "1")
+    assert prune(state_files.apps_dir()) == ["old-kept"]
+    monkeypatch.setenv("MONARCH_KEEP_DAYS", "many")
+    assert prune(state_files.apps_dir()) == []
+    os.close(held)
+
+
+def test_waiting_costs_nothing(apps: Detached) -> None:
+    app_id = apps.run(sh("sleep 1000", replicas=3))
+    supervisor = psutil.Process(apps.owner(app_id).supervisor.pid)
+
+    def is_at_rest() -> bool:
+        before = supervisor.num_ctx_switches().voluntary
+        time.sleep(1.5)
+        # The supervisor looks for the folder every three seconds; nobody polls.
+        return supervisor.num_ctx_switches().voluntary - before < 15
+
+    until(is_at_rest, "a supervisor that has started and that nothing wakes")
+    apps.scheduler.apps.cancel(app_id, 0)
+    apps.wait(app_id)

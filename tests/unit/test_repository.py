@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the repository promises: releases that constraints.txt names, types, `make demo`, the table of backends."""
+"""What the repository promises: releases that constraints.txt names, types, `make demo`, backends, its version."""
 
 from __future__ import annotations
 
+import configparser
 import importlib.metadata
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -17,9 +20,9 @@ from packaging.utils import canonicalize_name
 from tests.contract.contract import QueueContract
 from tests.contract.table import BACKENDS, PAGE, SCENARIOS, column, marks, written
 
+ROOT = Path(__file__).parents[2]
 PYTHONS = {"oldest supported": "3.10.0", "Debian 12": "3.11.2"}
-
-LINES = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+LINES = (ROOT / "constraints.txt").read_text().splitlines()
 
 
 def pins(python: str) -> dict[str, str]:
@@ -55,12 +58,8 @@ def test_each_supports(python: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_mypy_finds_nothing() -> None:
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=root, capture_output=True, text=True, timeout=1400)
+    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_the_demo_says_what_it_waits_for_and_what_to_try_next(tmp_path: Path) -> None:
@@ -98,3 +97,16 @@ def test_the_example_is_short() -> None:
     example = (PAGE.parents[2] / "examples" / "task_spooler.py").read_text()
     assert len(example.splitlines()) <= 50
     assert example in (PAGE.parents[1] / "how_to" / "write_a_backend.md").read_text()
+
+
+def test_one_version_everywhere() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    metadata = setup["metadata"]
+    urls = dict(line.split(" = ") for line in metadata["project_urls"].strip().splitlines())
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", metadata["version"]]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (metadata["version"], metadata["license"])
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert citation["repository-code"] == urls["Source"] == metadata["url"]
