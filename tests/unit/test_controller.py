@@ -42,6 +42,7 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobHosts, JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model import backoff
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult, RankExit
@@ -50,7 +51,7 @@ from torchx_monarch.transport.connections import Address
 
 FIXED = NodeRange(2, 2, 0.2)
 SPARED = NodeRange(2, 2, 0.2, spares=1)
-BEGUN = RunBegun(1, "id", 1, 1.0)
+BEGUN = RunBegun(1, "id", 2, 1.0)
 
 
 def exits(replica: int, code: int, stopped_at: float | None = None) -> tuple[int, Exits]:
@@ -147,6 +148,14 @@ def test_losses_while_ranks_are_stopped_cost_one_replacement() -> None:
     assert job.result().code == 0
     assert job.log == [[0, 1, 2], signal.SIGTERM, [0, 1, 2]]
     assert job.events.pending == []
+
+
+def test_a_lost_host_does_not_end_a_row_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backoff, "_FIRST_DELAY", 0.01)
+    job, lines = Job(FIXED, 1, [exits(1, 3)], LOST, [exits(1, 3)], GOOD), list[str]()
+    monkeypatch.setattr(job.reporter, "line", lines.append)
+    assert job.result().code == 0
+    assert [line.partition(" 0.0 s")[0] for line in lines if "waits" in line] == ["the restart waits"]
 
 
 def test_a_stop_request_while_ranks_are_stopped_is_not_lost() -> None:

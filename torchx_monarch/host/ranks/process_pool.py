@@ -180,8 +180,7 @@ class ProcessPool:
             if ranks is self.ranks:  # otherwise a new attempt has started
                 # Ranks of other hosts may still be shutting down and need the store.
                 await end_orphans(self._marker, self._keeps())
-            for rank in ranks:
-                await rank.process.drain()
+            await asyncio.gather(*(rank.process.drain() for rank in ranks))
 
     def _reported(self, rank: Rank) -> dict[str, Any]:
         """Return the fields of a rank's exit that the rank has reported."""
