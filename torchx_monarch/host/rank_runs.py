@@ -72,7 +72,6 @@ class RankRuns(Workload):
         self._begun: tuple[str, host_messages.RunBegun] | None = None
         self._output: RunOutput | None = None
         self._function_file = ""  # of the present run; empty if its program is no function
-        self._code: HostCode | None = None
 
     def parse(self) -> None:
         host, options = self._host, self._host.options
@@ -150,7 +149,7 @@ class RankRuns(Workload):
             return None
         from torchx_monarch.controller.run_queue import RunQueue
 
-        code, log_dir = self._host_code(), self._host.log_dir
+        code, log_dir = self._code, self._host.log_dir
         queue = RunQueue(hosts, rendezvous, self._allocation, log_dir, lambda: self._zygotes.ready)
         queue.serve("sync", functools.partial(code.serve_client, queue))
         rendezvous.clients["code"] = code.serve_host
@@ -207,7 +206,7 @@ class RankRuns(Workload):
         cwd = request.cwd or os.getcwd()
         if request.code:
             await self._fetch(request.code)
-            cwd = await self._host_code().checkout(request.code, request.workspace)
+            cwd = await self._code.checkout(request.code, request.workspace)
         folder = os.path.join(host.log_dir, f"run_{begin.number}")
         self._function_file = os.path.join(folder, "function") if request.function else ""
         if self._function_file:
@@ -238,13 +237,13 @@ class RankRuns(Workload):
     async def _fetch(self, tree: str) -> None:
         """Get code from replica 0, unless it is on this host, or this host is replica 0."""
         if self._host.options.replica:
-            await self._host_code().fetch(tree, self._host.connect)
+            await self._code.fetch(tree, self._host.connect)
 
-    def _host_code(self) -> HostCode:
+    @functools.cached_property
+    def _code(self) -> HostCode:
         from torchx_monarch.host.code_distribution import HostCode
 
-        self._code = self._code or HostCode(os.path.join(self._host.sockets, "code"), self._host.name)
-        return self._code
+        return HostCode(os.path.join(self._host.sockets, "code"), self._host.name)
 
     def _command_of(self, request: RunRequest, cwd: str, environ: Mapping[str, str]) -> Command:
         spec, replicas = self._allocation, self._host.options.world

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.controller import host_messages
 from torchx_monarch.controller.elastic import NodeRange
@@ -20,11 +20,12 @@ from torchx_monarch.host.follower import Follower
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.process_pool import ProcessPool
 from torchx_monarch.model.env_names import CREDENTIALS
-from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.world import CommandError, LaunchError
 
 if TYPE_CHECKING:
     from torchx_monarch.command.command import Command
+    from torchx_monarch.controller.commands import CommandController
+    from torchx_monarch.controller.controller import Controller
     from torchx_monarch.controller.run_queue import RunQueue
     from torchx_monarch.host.worker_loops import WorkerLoops
 
@@ -38,16 +39,6 @@ _QUERIES = (
     host_messages.GetWorkerLoop,
     host_messages.ReadOutput,
 )
-
-
-class JobController(Protocol):
-    """What runs a job on replica 0."""
-
-    ends_role: bool
-    """Whether the result is that of the whole role; else of replica 0 alone, and the other hosts go on."""
-
-    async def run(self) -> JobResult:
-        """Run the job to its end and return its result."""
 
 
 class Workload(abc.ABC):
@@ -93,7 +84,7 @@ class Workload(abc.ABC):
         """The number of hosts on which the job runs."""
 
     @abc.abstractmethod
-    def controller(self, rendezvous: Rendezvous, network: HostNetwork) -> JobController:
+    def controller(self, rendezvous: Rendezvous, network: HostNetwork) -> Controller | CommandController:
         """Return the controller of the job on replica 0, and serve its clients."""
 
     def _job_hosts(self, rendezvous: Rendezvous, network: HostNetwork) -> JobHosts:
