@@ -113,11 +113,11 @@ async def _serve(pipe: Connection, address: Address, identity: Identity, replica
     rendezvous.register(Registration(0, "bench", os.getpid()))
     pipe.send(None)
     cpu, memory = time.process_time(), resident()
-    await asyncio.wait_for(rendezvous.hosts.until(lambda: rendezvous.hosts.present == replicas), TIMEOUT)
+    await asyncio.wait_for(rendezvous.members.until(lambda: rendezvous.members.able_count == replicas), TIMEOUT)
     cpu, memory = time.process_time() - cpu, resident() - memory
     sizes = NodeRange(2, replicas, TIMEOUT)
     reporter = Reporter(Console(os.open(os.devnull, os.O_WRONLY)), None, "bench")
-    gatherer = HostGatherer(sizes, rendezvous.hosts, reporter, HostFailures(3))
+    gatherer = HostGatherer(sizes, rendezvous.members, reporter, HostFailures(3))
     before = time.process_time()
     await gatherer.gather(0.0)
     if gatherer.newcomers():

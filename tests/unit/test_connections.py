@@ -81,7 +81,7 @@ def why_not(address: Address, server: Identity | None, host: Identity | None, to
         async with listening(address, server) as rendezvous:
             with pytest.raises(RendezvousError) as caught:
                 await join(to or address, host, 1.0)
-            assert rendezvous.hosts.missing == [0, 1]
+            assert rendezvous.members.missing == [0, 1]
         return str(caught.value)
 
     return asyncio.run(run())
@@ -191,7 +191,7 @@ def test_one_of_two_gets_the_place(identity: Issuer, address: Address) -> None:
             tries = [asyncio.ensure_future(join(address, identity())) for _ in range(8)]
             results = await asyncio.gather(*tries, return_exceptions=True)
             joined = [result for result in results if isinstance(result, RendezvousClient)]
-            assert len(joined) == 1 and rendezvous.hosts.missing == [0, 2]
+            assert len(joined) == 1 and rendezvous.members.missing == [0, 2]
             assert all(
                 "has registered already: host 1 (h, pid 1)" in str(result) for result in results if result not in joined
             )

@@ -9,7 +9,7 @@ import signal
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -40,6 +40,7 @@ from torchx_monarch.controller.host_messages import (
 )
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobHosts, JobOptions
+from torchx_monarch.controller.members import MemberState
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model import backoff
@@ -84,9 +85,9 @@ class Job(JobHosts):
         self.rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere"), spec), sizes.fewest)
         reporter = Reporter(Console(2), None, "trainer")
         options = JobOptions(spec, sizes, report_timeout=0.05)
-        super().__init__(options, self.rendezvous.requests, self.rendezvous.events, reporter, AsyncMock())
+        super().__init__(options, self.rendezvous.members, self.rendezvous.events, reporter, AsyncMock())
         self.failures = HostFailures(2)
-        self.gatherer = HostGatherer(sizes, self.rendezvous.hosts, reporter, self.failures)
+        self.gatherer = HostGatherer(sizes, self.members, reporter, self.failures)
         self.report: HostEvent | None = None  # arrives after the exits
         self.log: list[object] = []
         self.while_stopping: Callable[[], None] = lambda: None
@@ -97,15 +98,12 @@ class Job(JobHosts):
         for replica in replicas:
             self.rendezvous.register(Registration(replica, f"node{replica}", 1))
 
-    def form(self, hosts: list[Registration]) -> None:
-        self.log.append([host.replica for host in hosts])
-        super().form(hosts)
-
     async def ask_own(self, request: Request[Any], timeout: float) -> Any:
         assert isinstance(request, OpenStore)
         return StoreOpened("node0", 29500, True)
 
     async def ask(self, request: Request[Any], *args: Any) -> AsyncGenerator[tuple[int, Any], None]:
+        self.log += [list(self.members.attempt)] if isinstance(request, BeginRun) else []
         answers: dict[type[Request[Any]], Any] = {BeginRun: BEGUN, LaunchRanks: Launched((7,))}
         if type(request) in answers:
             for host in self.present:
@@ -125,14 +123,19 @@ class Job(JobHosts):
 
     def post(self, event: HostEvent) -> None:
         if isinstance(event, HostLost):
-            del self.rendezvous.hosts.registered[event.replica]
+            self.lose(event.replica)
         self.events.post(event)
+
+    def lose(self, replica: int) -> None:
+        member = self.members.get(replica)
+        assert member is not None
+        self.members.set_state(member, MemberState.LOST)
 
     async def stop(self, number: int, grace: float, add_exits: Callable[[Exits], None]) -> None:
         self.log.append(number)
         self.while_stopping()
         if not self.options.sizes.spares:
-            self.register(self.rendezvous.hosts.missing)  # replacements arrive
+            self.register(self.members.missing)  # replacements arrive
 
     def attempts(self) -> Attempts:
         return Attempts(self, self.gatherer, HangWatch(self))
@@ -198,7 +201,6 @@ def test_replicas_are_listed_in_a_line_of_bounded_length(replicas: Iterable[int]
 
 def test_a_spare_takes_the_place_of_a_preempted_host() -> None:
     job = Job(SPARED, 0, PREEMPTED, GOOD)
-    job.rendezvous._writers[1] = AsyncMock(write=Mock())
     assert job.result().code == 0
     assert job.log == [[0, 1], signal.SIGTERM, [0, 2]]
 
@@ -209,7 +211,7 @@ def test_a_host_that_never_comes_fails_no_job_with_a_spare(
 ) -> None:
     monkeypatch.setattr(elastic, "_ORDER_TIMEOUT", 0.2)
     job = Job(SPARED, 0, GOOD)
-    del job.rendezvous.hosts.registered[missing]
+    job.lose(missing)
     assert job.result().code == 0 and job.log == [used]
 
 
@@ -218,8 +220,7 @@ def test_a_host_that_fails_again_stays_where_no_other_can_take_its_place(monkeyp
     assert job.result().code == 0
     said: list[str] = []
     monkeypatch.setattr(job.reporter, "report", lambda kind, message, **more: said.append(message))
-    hosts = job.rendezvous.hosts.registered
-    assert [job.gatherer.blame(hosts[replica], "boom") for replica in (0, 0, 1, 1)] == [None] * 4
+    assert [job.gatherer.blame(replica, "boom") for replica in (0, 0, 1, 1)] == [None] * 4
     assert [message.partition("; it stays, because ")[2] for message in said] == [
         "the controller runs there",
         "no other host can take its place now",
@@ -245,7 +246,7 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
     async def main() -> None:
         job = Job(FIXED, 0, GOOD)
         job.reporter = Reporter(Console(2), str(recorded), "trainer")
-        job.form(list(job.rendezvous.hosts.registered.values()))
+        job.members.form(job.members.able)
         attempts = job.attempts()
         assert await attempts.run(job.present, {0: BEGUN, 1: BEGUN}) == JobResult(0, "all 2 ranks ended with code 0")
         attempts.hosts_changed(joined=True)

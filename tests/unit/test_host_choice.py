@@ -11,7 +11,8 @@ from types import FrameType
 
 import pytest
 
-from torchx_monarch.controller.elastic import HostFailures, HostGatherer, HostRegistry, NodeRange, choose
+from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange, choose
+from torchx_monarch.controller.members import Member, Members, MemberState
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.system.console import Console
@@ -19,6 +20,13 @@ from torchx_monarch.system.console import Console
 
 def host(replica: int, name: str = "", machine: str = "") -> Registration:
     return Registration(replica, name or f"n{replica}", 1, machine=machine)
+
+
+def members(replicas: int, *hosts: Registration) -> Members:
+    table = Members(replicas)
+    for registration in hosts:
+        table.add(Member(registration, MemberState.ABLE))
+    return table
 
 
 @pytest.mark.parametrize(
@@ -62,21 +70,18 @@ def test_the_hosts_of_an_attempt(present: str, places: str, sizes: tuple[int, in
     [([host(0), host(1, "n1")], "n1"), ([host(1, "n1"), host(2, "n1")], "n1 (replica 1)"), ([], "n1")],
 )
 def test_failures_count_for_the_machine(others: Collection[Registration], name: str) -> None:
-    registry = HostRegistry(4)
-    for other in others:
-        registry.add(other)
-    assert registry.machine(host(1, "n1")) == name
+    table = members(4, *others)
+    assert table.machine(host(1, "n1")) == name
 
 
 def test_containers_fail_by_the_name_of_their_machine() -> None:
-    registry = HostRegistry(4)
-    registry.add(host(1, "pod-1", "node7"))
-    registry.add(host(2, "pod-2", "node8"))
-    assert registry.machine(host(1, "pod-1", "node7")) == "node7"
-    registry.add(host(3, "pod-3", "node7"))
-    assert registry.machine(host(1, "pod-1", "node7")) == "node7 (replica 1)"
-    registry.remove(3)
-    assert registry.machine(host(1, "pod-1", "node7")) == "node7"
+    table = members(4, host(1, "pod-1", "node7"), host(2, "pod-2", "node8"))
+    assert table.machine(host(1, "pod-1", "node7")) == "node7"
+    third = Member(host(3, "pod-3", "node7"), MemberState.ABLE)
+    table.add(third)
+    assert table.machine(host(1, "pod-1", "node7")) == "node7 (replica 1)"
+    table.set_state(third, MemberState.LOST)
+    assert table.machine(host(1, "pod-1", "node7")) == "node7"
 
 
 def test_a_machine_is_excluded_by_failures_within_the_window() -> None:
@@ -93,9 +98,9 @@ def test_a_machine_is_excluded_by_failures_within_the_window() -> None:
 
 def _calls_of_an_attempt(hosts: int) -> int:
     """The calls of Python functions in which hosts register, an elastic attempt is formed, and one is lost."""
-    registry = HostRegistry(hosts)
+    table = Members(hosts)
     reporter = Reporter(Console(os.open(os.devnull, os.O_WRONLY)), None, "trainer")
-    gatherer = HostGatherer(NodeRange(1, hosts, 60.0), registry, reporter, HostFailures(3))
+    gatherer = HostGatherer(NodeRange(1, hosts, 60.0), table, reporter, HostFailures(3))
     count = 0
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
@@ -103,18 +108,19 @@ def _calls_of_an_attempt(hosts: int) -> int:
         count += event in ("call", "c_call")
 
     async def attempt() -> None:
-        await registry.until(lambda: registry.present > 0, 0.0)
+        await table.until(lambda: table.able_count > 0, 0.0)
         formed = await gatherer.gather(0.0)
         assert len(formed) == hosts and not gatherer.newcomers()
-        gatherer.blame(formed[-1], "it failed")
-        registry.remove(hosts - 1)
+        gatherer.blame(hosts - 1, "it failed")
+        lost = table.get(hosts - 1)
+        assert lost is not None
+        table.set_state(lost, MemberState.LOST)
         assert not gatherer.newcomers()
 
     sys.setprofile(profile)
     try:
         for replica in range(hosts):
-            registry.add(host(replica))
-            assert registry.is_idle(registry.registered[replica]) is False
+            table.add(Member(host(replica), MemberState.ABLE))
         asyncio.run(attempt())
     finally:
         sys.setprofile(None)

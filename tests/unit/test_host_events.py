@@ -34,7 +34,7 @@ def test_an_event_interrupts_every_wait_until_it_is_settled() -> None:
             with pytest.raises(Interrupted) as caught:
                 await wait
             assert caught.value.event is LOST
-        events.settle_all(lambda event: event is LOST)
+        events.take(lambda event: event is LOST)
         assert events.pending == []
         assert await events.interrupt(asyncio.sleep(0, "done")) == "done"
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.waits import WITHIN, until_async
 from torchx_monarch.controller.elastic import NodeRange
-from torchx_monarch.controller.host_events import Interrupted
+from torchx_monarch.controller.host_events import HostLost, Interrupted
 from torchx_monarch.controller.host_messages import (
     BeginRun,
     HostCall,
@@ -82,11 +82,11 @@ async def joined(folder: Path) -> AsyncIterator[tuple[JobHosts, list[Replica], R
     replicas, following = [Replica(number) for number in range(REPLICAS)], list[asyncio.Task[None]]()
     for replica in replicas[1:]:
         following.append(asyncio.ensure_future(replica.follow(address)))
-    await rendezvous.hosts.until(lambda: rendezvous.hosts.present == REPLICAS)
+    await rendezvous.members.until(lambda: rendezvous.members.able_count == REPLICAS)
     hosts = JobHosts(
-        OPTIONS, rendezvous.requests, rendezvous.events, Reporter(Console(2), None, "trainer"), replicas[0].handle
+        OPTIONS, rendezvous.members, rendezvous.events, Reporter(Console(2), None, "trainer"), replicas[0].handle
     )
-    hosts.form(HOSTS)
+    rendezvous.members.form(rendezvous.members.able)
     try:
         yield hosts, replicas, rendezvous
     finally:
@@ -141,16 +141,39 @@ def test_a_late_answer_to_a_request_that_was_given_up_ends_nothing(tmp_path: Pat
     """The answers of a host to an attempt that another host's loss has ended are of no later attempt."""
 
     async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
-        host, connection = HOSTS[1], rendezvous.requests
-        given_up = connection.begin(WatchRanks(), [1], 0)
-        connection.end(given_up)
-        present = connection.begin(WatchRanks(), [1], 0)
-        connection.receive(1, {"type": "answer", "id": given_up.number, "answer": []})
-        assert present.answers.empty() and given_up.answers.empty()
-        connection.receive(1, {"type": "answer", "id": present.number, "answer": []})
-        assert present.answers.get_nowait() == (1, [])
-        connection.end(present)
-        assert rendezvous.hosts.registered[1] == host
+        with hosts.call(WatchRanks(), hosts=[HOSTS[1]]) as given_up:
+            pass
+        with hosts.call(WatchRanks(), hosts=[HOSTS[1]]) as present:
+            hosts._receive(1, {"type": "answer", "id": given_up.number, "answer": []})
+            assert present.answers.empty() and given_up.answers.empty()
+            hosts._receive(1, {"type": "answer", "id": present.number, "answer": []})
+            assert present.answers.get_nowait() == (1, [])
+        assert rendezvous.members.registered(1) == HOSTS[1]
+
+    run(tmp_path, scenario)
+
+
+def test_no_request_reaches_the_replacement_of_a_lost_host_before_its_attempt(tmp_path: Path) -> None:
+    """The event of the loss, which names the cause, is pending when a request fails because of it."""
+
+    async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+        asking = asyncio.ensure_future(anext(hosts.ask(WatchRanks())))
+        await until_async(lambda: replicas[1].asked, "the request")
+        replicas[1].client._writer.close()
+        with pytest.raises(Interrupted) as caught:
+            await asking
+        assert isinstance(caught.value.event, HostLost) and rendezvous.members.missing == [1]
+        replacement = Replica(1)
+        following = asyncio.ensure_future(replacement.follow(rendezvous._network.rendezvous))
+        await rendezvous.members.until(lambda: rendezvous.members.is_complete)
+        _, missing = await hosts.collect(SampleRanks(), 0.2)
+        assert missing[1] == "host 1 cannot be asked: it is not connected" and not rendezvous.members.are_together
+        rendezvous.members.form(rendezvous.members.able)
+        assert rendezvous.members.are_together
+        await hosts.collect(SampleRanks(), 0.2)
+        assert replacement.asked == [SampleRanks()]
+        replacement.client._writer.close()
+        await following
 
     run(tmp_path, scenario)
 

@@ -15,6 +15,7 @@ from torchx_monarch.command.command import parse
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import TakeFacts
 from torchx_monarch.controller.hosts import JobHosts, JobOptions
+from torchx_monarch.controller.members import Members
 from torchx_monarch.controller.preflight import Preflight, compare
 from torchx_monarch.host.preflight import take_facts
 from torchx_monarch.host.ranks.run_spec import RunSpec
@@ -83,6 +84,8 @@ class ScriptedHosts:
     def __init__(self, torch: str = GOOD["torch"], mode: str = "on") -> None:
         self.options = JobOptions(HostSpec(preflight=mode), NodeRange(2, 2, 1.0))
         self.reporter = Reporter(Console(2), None, "trainer")
+        self.members = Members(2)
+        self.members.form(HOSTS)
         self.requests: list[TakeFacts] = []
         self._other = with_version("torch", torch)
         if self._other != GOOD:

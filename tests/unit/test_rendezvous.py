@@ -14,7 +14,6 @@ import pytest
 
 from tests.waits import WITHIN, until_async
 from torchx_monarch.controller import rendezvous
-from torchx_monarch.controller.host_events import HostEvent
 from torchx_monarch.controller.host_messages import SignalReceived
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
@@ -57,10 +56,10 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         await first.start()
         first.register(host(0))
         lost = await RendezvousClient.join(HostNetwork(address), host(1), WITHIN)
-        first.hosts.form(first.hosts.able)
+        first.members.form(first.members.able)
         lost._writer.close()
         assert (await asyncio.wait_for(first.events.next(), WITHIN)).replica == 1
-        first.end()
+        first.put_off_restarted_hosts()
         joining = asyncio.ensure_future(RendezvousClient.join(HostNetwork(address), host(1), 20))
         with pytest.raises(RendezvousError, match="was not reached in 0.3 s: .*are ending"):
             await RendezvousClient.join(HostNetwork(address), host(1), 0.3)
@@ -76,7 +75,7 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         await second.start()
         second.register(host(0))
         rendezvous_client = await asyncio.wait_for(joining, WITHIN)
-        await asyncio.wait_for(second.hosts.until(lambda: second.hosts.present == 2), WITHIN)
+        await asyncio.wait_for(second.members.until(lambda: second.members.able_count == 2), WITHIN)
         rendezvous_client._writer.close()
         await second.announce(JobResult(0, ""), 5)
 
@@ -85,27 +84,28 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
 
 def test_losses_and_errors_of_spare_hosts_are_no_events(address: Address) -> None:
     async def main() -> None:
-        first = Rendezvous(HostNetwork(address, HostSpec(replicas=4, spares=2)), fewest=2)
-        changes: list[HostEvent | None] = []
-        first.hosts.on_idle_change = changes.append
+        said: list[str] = []
+        first = Rendezvous(HostNetwork(address, HostSpec(replicas=4, spares=2)), fewest=2, say=said.append)
+        spares: list[list[int]] = []
+        first.members.on_idle_change = lambda: spares.append([host.replica for host in first.members.idle])
         await first.start()
         first.register(host(0))
         broken = dataclasses.replace(host(3), error="no such file", code=2)
         with pytest.raises(RendezvousError, match="no such file"):
             await RendezvousClient.join(HostNetwork(address), broken, WITHIN)
         member = await RendezvousClient.join(HostNetwork(address), host(1), WITHIN)
-        first.hosts.form(first.hosts.able)
+        first.members.form(first.members.able)
         spare = await RendezvousClient.join(HostNetwork(address), host(2), WITHIN)
-        await until_async(lambda: changes, "the spare host")
-        assert changes == [None]
+        await until_async(lambda: spares[-1] == [2], "the spare host")
         spare._writer.close()
-        await asyncio.wait_for(first.hosts.until(lambda: first.hosts.present == 2), WITHIN)
+        await asyncio.wait_for(first.members.until(lambda: first.members.able_count == 2), WITHIN)
         preempted = await RendezvousClient.join(HostNetwork(address), host(2), WITHIN)
         await preempted.report(SignalReceived(signal.SIGTERM, False))
         result = await asyncio.wait_for(preempted.result(AsyncMock()), WITHIN)
         assert result is not None and preempted.dismissed
         preempted._writer.close()
-        assert [change and change.replica for change in changes] == [None, 2, None, 2] and not first.events.pending
+        assert spares[-4:] == [[2], [], [2], []] and not first.events.pending
+        assert [line.rpartition("; ")[2] for line in said] == ["it ran no ranks"] * 2
         member._writer.close()
         assert (await asyncio.wait_for(first.events.next(), WITHIN)).replica == 1
         await first.announce(JobResult(0, ""), 5)
@@ -119,12 +119,12 @@ def test_time_in_which_this_process_has_not_run_counts_for_no_lease(monkeypatch:
 
     async def main() -> None:
         expired: list[str] = []
-        leases: lease.Leases[str] = lease.Leases(1.0, expired.append)
+        peer = SimpleNamespace(silence=0.0, lease_expired=lambda: expired.append("peer"))
+        leases = lease.Leases(1.0, lambda: [peer])
         leases.start()
-        leases.renew("peer")
         assert leases.own_pause == 0
         stopped.append(2.5)  # at once, as with SIGSTOP
-        await until_async(lambda: leases._silence["peer"], "the look that was due")
+        await until_async(lambda: peer.silence, "the look that was due")
         assert not expired
         assert leases.own_pause > 2.0
         leases.stop()

@@ -43,7 +43,7 @@ class Replica0:
             JobOptions(HostSpec("app", "trainer"), NodeRange(3, 3, 1.0)),
             Reporter(Console(2), None, ""),
         )
-        hosts = JobHosts(options, rendezvous.requests, rendezvous.events, reporter, AsyncMock())
+        hosts = JobHosts(options, rendezvous.members, rendezvous.events, reporter, AsyncMock())
         allocation = AllocationSpec(0.0, "1", ("a", "b"), None)
         self.runs = RunQueue(hosts, rendezvous, allocation, str(folder), lambda: True)
 

@@ -165,7 +165,6 @@ class Attempts:
             reason=failure,
         )
         if excluded is not None:
-            self._hosts.running = set()  # the ranks have ended
             raise Interrupted(excluded)
         return None
 
@@ -262,7 +261,7 @@ class Attempts:
 
     def _unknown_exit(self, rank: int, world: World, now: float) -> RankExit:
         replica = next(replica for replica in reversed(world.replicas) if world.first_rank(replica) <= rank)
-        name = next((host.name for host in self._hosts.present if host.replica == replica), f"replica {replica}")
+        name = self._hosts.members.attempt[replica].name
         local_rank = rank - world.first_rank(replica)
         return RankExit(rank, local_rank, replica, hostname=name, pid=0, code=1, time=now)
 
@@ -332,12 +331,9 @@ class Attempts:
         A failure that all hosts share is not counted: another host would not help.
         """
         alike = failed_alike(self.current.exits.values(), cause)
-        if {self.current.exits[rank].replica for rank in alike} == {host.replica for host in self._hosts.present}:
+        if {self.current.exits[rank].replica for rank in alike} == self._hosts.members.attempt.keys():
             return None
-        host = next(
-            (registration for registration in self._hosts.present if registration.replica == cause.replica), None
-        )
-        return self._gatherer.blame(host, failure) if host is not None else None
+        return self._gatherer.blame(cause.replica, failure)
 
     def _raise_cause(self, cause: RankExit | None) -> None:
         """Raise the pending event that may have caused the failure of a rank, if there is one.

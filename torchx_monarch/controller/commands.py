@@ -45,12 +45,12 @@ class CommandController:
         self.ends_role = True
         self._spec = hosts.options.spec
         self._rendezvous = rendezvous
-        self._registry = rendezvous.hosts
+        self._members = hosts.members
         self._hosts = hosts
         self._events = hosts.events
         self._reporter = hosts.reporter
         self._clock = asyncio.get_running_loop().time
-        self._watched: dict[int, tuple[Registration, asyncio.Task[None]]] = {}
+        self._watched: dict[int, asyncio.Task[None]] = {}
         self._pids: dict[int, tuple[int, ...]] = {}
         self._exits: dict[int, RankExit] = {}
         """How commands of the present hosts have ended, by replica."""
@@ -71,10 +71,10 @@ class CommandController:
             self._watch_new_hosts()
             deadline = self._waited_for = self._deadline
             left = None if deadline is None else max(0.0, deadline - self._clock())
-            waiting = self._events.interrupt(self._registry.until(self._has_news, left))
+            waiting = self._events.interrupt(self._members.until(self._has_news, left))
             try:
                 if self._waits_for_all:
-                    waiting = self._reporter.while_waiting(waiting, lambda: f"replica {listed(self._registry.missing)}")
+                    waiting = self._reporter.while_waiting(waiting, lambda: f"replica {listed(self._members.missing)}")
                 await waiting
                 result = await self._settle()
             except Interrupted as interruption:
@@ -87,39 +87,40 @@ class CommandController:
 
     @property
     def _waits_for_all(self) -> bool:
-        return self._spec.starts == "together" and not self._watched and bool(self._registry.missing)
+        return self._spec.starts == "together" and not self._watched and not self._members.is_complete
+
+    def _new_hosts(self) -> list[Registration]:
+        """Return the hosts whose commands are to start now."""
+        hosts = [] if self._waits_for_all else self._members.idle
+        return [host for host in hosts if host.replica not in self._watched]
 
     def _has_news(self) -> bool:
-        are_new = self._registry.present != len(self._watched) and not self._waits_for_all
-        return bool(self._failures) or are_new or self._deadline != self._waited_for or self._are_done()
+        return bool(self._failures) or bool(self._new_hosts()) or self._deadline != self._waited_for or self._are_done()
 
     def _are_done(self) -> bool:
         expected = len(self._watched) if self._is_late else self._spec.replicas - len(self._spared)
         return 0 < expected <= len(self._exits) - len(self._failures)
 
     def _watch_new_hosts(self) -> None:
-        if self._waits_for_all:
-            return
-        hosts = self._registry.able
-        new = [host for host in hosts if host.replica not in self._watched]
+        new = self._new_hosts()
         if not new:
             return
-        self._hosts.form(hosts)
-        if not self._registry.missing:
-            self._registry.members = hosts
+        self._members.extend(new)
+        self._members.has_begun |= self._members.is_complete
         if self._spec.starts == "together":
             self._deadline = None
         for host in new:
-            self._watched[host.replica] = host, asyncio.ensure_future(self._watch(host))
+            self._watched[host.replica] = asyncio.ensure_future(self._watch(host))
 
     def _forget(self, replica: int) -> None:
         """Forget the command of a host that leaves."""
+        self._members.attempt.pop(replica, None)
         self._exits.pop(replica, None)
         self._pids.pop(replica, None)
         self._has_started = False
         self._failures = [failure for failure in self._failures if failure.replica != replica]
         if replica in self._watched:
-            self._watched.pop(replica)[1].cancel()
+            self._watched.pop(replica).cancel()
 
     async def _watch(self, host: Registration) -> None:
         """Start the command of a host unless it runs, and wait for its end. The loss of the host is an event."""
@@ -132,16 +133,16 @@ class CommandController:
                 if ended.stopped_at is None or ended.failed:  # else its host reports why it has stopped it
                     self._exits[replica] = ended
                     self._failures += [ended] if ended.code else []
-                    if replica == 0 and self._registry.expected:
+                    if replica == 0 and self._members.expects_more:
                         self._deadline = self._clock() + self._spec.host_timeout
-            self._registry.notify()
+            self._members.notify()
 
     def _report_start(self) -> None:
         """Report that the commands of all replicas have started, once until one of them starts again."""
         if self._has_started or len(self._pids) < self._spec.replicas:
             return
         self._has_started = True
-        hosts = [self._watched[replica][0] for replica in sorted(self._watched)]
+        hosts = [host for _, host in sorted(self._members.attempt.items())]
         names = [host.hostname for host in hosts]
         self._reporter.phase("hosts", f"hosts {len(hosts)}/{len(hosts)}", count=len(hosts), hosts=names)
         shown = [
@@ -158,7 +159,7 @@ class CommandController:
         if self._deadline is not None and self._clock() >= self._deadline:
             self._is_late, self._deadline = True, None
             if not self._watched:
-                missing = f"replica {listed(self._registry.missing)}"
+                missing = f"replica {listed(self._members.missing)}"
                 return JobResult(1, f"{missing} did not arrive within {self._spec.host_timeout:g} s (--host-timeout)")
         while self._failures:
             failure = self._failures.pop(0)
@@ -194,8 +195,8 @@ class CommandController:
 
     def _is_replaced(self, replica: int) -> bool:
         """Return whether the backend replaces a replica that leaves now, while the others go on."""
-        restarts = self._watched[replica][0].restarts if replica in self._watched else 0
-        return restarts < self._spec.replacements
+        host = self._members.attempt.get(replica)
+        return (host.restarts if host is not None else 0) < self._spec.replacements
 
     async def _end(self, failure: RankExit) -> JobResult:
         """End the role after a failure, or replica 0 alone, and return the result."""
@@ -203,7 +204,7 @@ class CommandController:
         self.ends_role = replica != 0 or not self._is_replaced(0)
         if self.ends_role:
             # A wrong option ends all commands within moments.
-            await asyncio.wait([task for _, task in self._watched.values()], timeout=EARLY_FAILURES_WITHIN)
+            await asyncio.wait(self._watched.values(), timeout=EARLY_FAILURES_WITHIN)
             await self._stop(signal.SIGTERM)
         cause = root_cause(self._exits.values()) if self.ends_role else failure
         cause = cause or failure
@@ -217,7 +218,7 @@ class CommandController:
 
     async def _handle(self, event: HostEvent) -> JobResult | None:
         """Settle an event; return the result if it ends the role or replica 0, None if the commands go on."""
-        self._events.settle_all(lambda pending: pending is event)
+        self._events.take(lambda pending: pending is event)
         leaves = isinstance(event, (HostLost, HostPreempted))
         if leaves and await self._spare(event.replica, event.result):
             return None
@@ -225,7 +226,6 @@ class CommandController:
         self._reporter.report("stop" if wanted else event.KIND, event.result.reason, replica=event.replica)
         self.ends_role = not (leaves and event.replica == 0 and self._is_replaced(0))
         if self.ends_role:
-            self._hosts.running.discard(event.replica if isinstance(event, HostLost) else -1)
             await self._stop(event.signal)
         self._record_exits(None)
         return event.result
@@ -236,7 +236,7 @@ class CommandController:
         def add(exits: Exits) -> None:
             self._exits.update({ended.replica: ended for ended in exits})
 
-        self._rendezvous.end()
+        self._rendezvous.put_off_restarted_hosts()
         await self._hosts.stop(number, self._spec.grace, add)
 
     def _record_exits(self, cause: RankExit | None) -> None:

@@ -55,6 +55,8 @@ class Controller:
         self._reporter = hosts.reporter
         self._gatherer = gatherer
         self._hosts = hosts
+        self._members = hosts.members
+        self._may_have_ranks = False
         self._new_attempts = new_attempts
         self._attempts = new_attempts()
         self._queue = queue
@@ -82,25 +84,22 @@ class Controller:
         Raises:
             Interrupted: an event is pending; what runs on the hosts still runs.
         """
-        self._hosts.form(hosts)
-        try:
-            if self._queue is None:
-                # Hosts that outlived an earlier replica 0 have run attempts already.
-                self._attempts.continue_after(max(host.attempt for host in hosts))
-                return await self._execute(hosts)
-            while True:
-                run: Run | JobResult | None = self._queue.current
-                if run is None:
-                    self._attempts = self._new_attempts()
-                    run = await self._events.interrupt(self._queue.next_run(), concerns_hosts)
-                if isinstance(run, JobResult):
-                    return run
-                result = await self._execute(hosts, run)
-                await self._queue.finish(run, self._attempts.current, result)
-                # A request to end this run that is still pending concerns no run any more.
-                self._events.settle_all(lambda event: isinstance(event, RunEndRequested))
-        finally:
-            self._hosts.formed.clear()
+        self._may_have_ranks = True
+        if self._queue is None:
+            # Hosts that outlived an earlier replica 0 have run attempts already.
+            self._attempts.continue_after(max(host.attempt for host in hosts))
+            return await self._execute(hosts)
+        while True:
+            run: Run | JobResult | None = self._queue.current
+            if run is None:
+                self._attempts = self._new_attempts()
+                run = await self._events.interrupt(self._queue.next_run(), concerns_hosts)
+            if isinstance(run, JobResult):
+                return run
+            result = await self._execute(hosts, run)
+            await self._queue.finish(run, self._attempts.current, result)
+            # A request to end this run that is still pending concerns no run any more.
+            self._events.take(lambda event: isinstance(event, RunEndRequested))
 
     async def _execute(self, hosts: list[Registration], run: Run | None = None) -> JobResult:
         try:
@@ -122,15 +121,12 @@ class Controller:
             await self._attempts.stop(interruption.event.signal)
             return interruption.event.result
 
-    async def _stop_ranks(self, event: HostEvent, left: bool) -> bool:
-        """Stop the ranks because of an event, whose host may have left; return whether there were any."""
-        if left:
-            self._hosts.running.discard(event.replica)
-        if not self._hosts.running:
-            return False
-        await self._attempts.stop(event.signal)
-        self._hosts.running = set()
-        return True
+    async def _stop_ranks(self, event: HostEvent) -> bool:
+        """Stop the ranks because of an event; return whether there may have been any."""
+        if is_due := self._may_have_ranks and not isinstance(event, HostExcluded):
+            await self._attempts.stop(event.signal)
+        self._may_have_ranks = False
+        return is_due
 
     # -- hosts ---------------------------------------------------------------------------------------------------------
 
@@ -139,19 +135,18 @@ class Controller:
             hosts = await self._events.interrupt(self._gatherer.gather(wait), concerns_hosts)
         except TooFewHosts as error:
             raise Interrupted(StopRequested(0, JobResult(1, str(error)))) from None
-        members = {host.replica for host in hosts}
 
         def is_answered(event: HostEvent) -> bool:
             """Whether a mesh of these hosts is the answer to an event: its host is gone, or has joined."""
-            gone = isinstance(event, HostLost) or (event.result.stopped and event.replica not in members)
+            gone = isinstance(event, HostLost) or (event.result.stopped and event.replica not in self._members.attempt)
             return event.replica != 0 and (gone or isinstance(event, HostJoined))
 
-        self._events.settle_all(is_answered)
+        self._events.take(is_answered)
         return hosts
 
     async def _handle(self, event: HostEvent) -> JobResult | None:
         """Make the transition that an event causes; return the result of the job, or None if the job goes on."""
-        self._events.settle_all(lambda pending: pending is event)
+        self._events.take(lambda pending: pending is event)
         wanted = isinstance(event, StopRequested) and event.result.stopped
         more = {"host": event.host} if isinstance(event, HostExcluded) else {}
         self._reporter.report("stop" if wanted else event.KIND, event.result.reason, replica=event.replica, **more)
@@ -160,15 +155,15 @@ class Controller:
         # The controller runs on replica 0, so an event of replica 0 ends the job.
         goes_on = changes_hosts and event.replica != 0 and (self._sizes.can_lose or self._replacements_left > 0)
         if not goes_on:
-            self._rendezvous.end()
-        if await self._stop_ranks(event, left):
+            self._rendezvous.put_off_restarted_hosts()
+        if await self._stop_ranks(event):
             # One new mesh is the answer to all of these.
-            for lost in self._events.settle_all(lambda pending: isinstance(pending, (HostLost, HostJoined))):
+            for lost in self._events.take(lambda pending: isinstance(pending, (HostLost, HostJoined))):
                 if isinstance(lost, HostLost):
                     self._reporter.report(lost.KIND, lost.result.reason, replica=lost.replica)
         if not goes_on:
             return event.result
-        if shortage := self._gatherer.shortage(self._replacements_left > 0):
+        if shortage := self._gatherer.why_too_few(are_replaced=self._replacements_left > 0):
             return JobResult(1, f"{event.result.reason}; {shortage}")
         return None
 
@@ -178,19 +173,17 @@ class Controller:
         A preempted host leaves alone a job that can lose hosts, if more hosts than the minimum are present.
         """
         if isinstance(event, HostLost):
-            for host in self._rendezvous.hosts.members:
-                if host.replica == event.replica:
-                    self._gatherer.blame(host, event.result.reason)
+            self._gatherer.blame(event.replica, event.result.reason)
             return True
         leaves = event.replica != 0 and isinstance(event, HostPreempted) and self._sizes.can_lose
-        if not leaves or self._rendezvous.hosts.present <= self._sizes.fewest:
+        if not leaves or self._members.able_count <= self._sizes.fewest:
             return False
         await self._rendezvous.dismiss(event.replica, event.result)
         return True
 
     def _count_change(self, event: HostEvent) -> float:
         """Count an attempt and a replacement for a change of the hosts; return the seconds to wait for all hosts."""
-        joined, too_few = isinstance(event, HostJoined), self._rendezvous.hosts.present < self._sizes.fewest
+        joined, too_few = isinstance(event, HostJoined), self._members.able_count < self._sizes.fewest
         self._attempts.hosts_changed(joined)
         if joined:
             return 0.0

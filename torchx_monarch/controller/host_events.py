@@ -113,11 +113,11 @@ class HostEvents:
         self.pending.append(event)
         self._changes.notify()
 
-    def settle_all(self, settled: Callable[[HostEvent], bool]) -> list[HostEvent]:
+    def take(self, wanted: Callable[[HostEvent], bool]) -> list[HostEvent]:
         """Remove the events to which a condition applies; return them. Only the controller calls this."""
-        removed = [event for event in self.pending if settled(event)]
-        self.pending = [event for event in self.pending if event not in removed]
-        return removed
+        taken = [event for event in self.pending if wanted(event)]
+        self.pending = [event for event in self.pending if not wanted(event)]
+        return taken
 
     async def next(self, wanted: Callable[[HostEvent], bool] = lambda event: True) -> HostEvent:
         """Wait until an event to which a condition applies is pending; return the oldest one, which stays pending."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Generic, TypeAlias, TypeVar, get_args
 
@@ -309,51 +308,3 @@ class HostCall(Generic[AnswerT]):
         except ValueError as error:
             answer = HostError(str(error)[:1000])
         self.put(replica, answer)
-
-
-class HostRequests:
-    """Send requests to hosts, on replica 0."""
-
-    def __init__(self, writers: Mapping[int, asyncio.StreamWriter]) -> None:
-        self._writers = writers
-        self._numbers = itertools.count()
-        self._calls: dict[int, HostCall[Any]] = {}
-
-    def reaches(self, replica: int) -> bool:
-        return replica in self._writers
-
-    def begin(
-        self, request: Request[AnswerT], replicas: Iterable[int], local: int, timeout: float | None = None
-    ) -> HostCall[AnswerT]:
-        """Send a request to hosts but the local one, and do not wait: a host that reads slowly delays no other."""
-        call = HostCall(next(self._numbers), request, replicas, timeout)
-        data, failure = b"", "it is not connected"
-        try:
-            data = encode_request(call.number, request)
-        except messages.ProtocolError as error:
-            failure = str(error)
-        self._calls[call.number] = call
-        for replica in call.waiting - {local}:
-            if data and replica in self._writers:
-                self._writers[replica].write(data)
-            else:
-                call.put(replica, HostError(f"host {replica} cannot be asked: {failure}"))
-        return call
-
-    def end(self, call: HostCall[Any]) -> None:
-        """Cancel a request on the hosts that have not answered it."""
-        del self._calls[call.number]
-        data = messages.encode({"type": "cancel", "id": call.number})
-        for replica in call.waiting & self._writers.keys():
-            self._writers[replica].write(data)
-
-    def receive(self, replica: int, message: messages.Message) -> None:
-        """Pass on the answer of a host to the call that waits for it, if one still does."""
-        number = message.get("id")
-        if isinstance(number, int) and number in self._calls:
-            self._calls[number].receive(replica, message)
-
-    def drop(self, replica: int) -> None:
-        """Have no call wait for a host whose connection has ended."""
-        for call in self._calls.values():
-            call.put(replica, HostError(f"the connection of host {replica} has ended"))

@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from typing import Any
 
 from torchx_monarch.controller.elastic import NodeRange, listed
-from torchx_monarch.controller.host_events import HostEvents, HostLost, Interrupted, StopRequested
+from torchx_monarch.controller.host_events import HostEvents, Interrupted, StopRequested
 from torchx_monarch.controller.host_messages import (
     AnswerT,
     Exits,
@@ -17,14 +19,16 @@ from torchx_monarch.controller.host_messages import (
     HostCall,
     HostError,
     HostRefused,
-    HostRequests,
     Request,
     StopRanks,
+    encode_request,
 )
+from torchx_monarch.controller.members import Members
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.transport import messages
 
 _STOP_MARGIN = 10.0
 """Seconds beyond the grace period that hosts have to report that their ranks have ended."""
@@ -48,45 +52,25 @@ class JobOptions:
 
 
 class JobHosts:
-    """The hosts of the present attempt, of which replica 0's own is the first.
-
-    Attributes:
-        present: the hosts, in the order of their node ranks; empty before the first attempt.
-        running: replicas of the hosts whose ranks may run: those that are not known to be lost.
-        formed: set while the hosts are together: from ``form`` on, until an event ends the attempt.
-        reformed: set, and replaced, when the hosts of the next attempt are there.
-    """
+    """Ask the hosts of the present attempt, which ``members`` knows; replica 0's own through ``own_host``."""
 
     def __init__(
-        self,
-        options: JobOptions,
-        requests: HostRequests,
-        events: HostEvents,
-        reporter: Reporter,
-        own_host: Handler,
+        self, options: JobOptions, members: Members, events: HostEvents, reporter: Reporter, own_host: Handler
     ) -> None:
-        self.present: list[Registration] = []
-        self.running: set[int] = set()
-        self.formed = asyncio.Event()
-        self.reformed = asyncio.Event()
         self.options = options
+        self.members = members
         self.events = events
         self.reporter = reporter
-        self._requests = requests
         self._own_host = own_host
+        self._numbers = itertools.count()
+        self._calls: dict[int, HostCall[Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
-
-    def form(self, hosts: list[Registration]) -> None:
-        self.present = hosts
-        self.running = {host.replica for host in hosts}
-        self.formed.set()
-        self.reformed.set()
-        self.reformed = asyncio.Event()
+        members.on_answer, members.on_lost = self._receive, self._drop
 
     @property
-    def all_connected(self) -> bool:
-        """Whether none of the hosts is known to be lost."""
-        return all(self._requests.reaches(host.replica) for host in self.present[1:])
+    def present(self) -> list[Registration]:
+        """The hosts, in the order of their node ranks; empty before the first attempt."""
+        return list(self.members.attempt.values())
 
     async def ask_own(self, request: Request[AnswerT], timeout: float) -> AnswerT:
         """Send a request to replica 0's own host alone, and return the answer (see ``ask``)."""
@@ -126,10 +110,8 @@ class JobHosts:
         """Send a request to every host and return the answers, whatever events are pending.
 
         Raises:
-            HostError: no hosts are together, or one refused the request or is lost.
+            HostError: a host refused the request or is lost.
         """
-        if not self.formed.is_set():
-            raise HostError("the hosts are not together")
         with self.call(request) as call:
             return [await call.answer() for _ in self.present]
 
@@ -152,9 +134,9 @@ class JobHosts:
 
         A host that has lost replica 0 stops its ranks by itself. The ranks of a host that is gone are gone too.
         """
-        if not self.present:
+        if not self.members.attempt:
             return
-        asked, within = set(self.running), grace + _STOP_MARGIN
+        asked, within = set(filter(self.members.in_attempt, self.members.attempt)), grace + _STOP_MARGIN
         with self.call(StopRanks(number, grace), within) as call:
             try:
                 while asked:
@@ -164,29 +146,51 @@ class JobHosts:
                         add_exits(answer)
             except asyncio.TimeoutError:
                 self.reporter.line(f"host {listed(asked)} did not stop its ranks within {within:g} s")
-        self.running -= {event.replica for event in self.events.pending if isinstance(event, HostLost)}
 
     @contextlib.contextmanager
     def call(
         self, request: Request[AnswerT], timeout: float | None = None, hosts: Sequence[Registration] | None = None
     ) -> Iterator[HostCall[AnswerT]]:
-        """Send a request as ``ask`` does; its answers arrive within the context, whose end cancels what is missing."""
-        own = self.present[0].replica
-        call = self._requests.begin(request, [host.replica for host in hosts or self.present], own, timeout)
+        """Send a request as ``ask`` does; its answers arrive within the context, whose end cancels what is missing.
+
+        This does not wait: a host that reads slowly delays no other.
+        """
+        call = HostCall(next(self._numbers), request, [host.replica for host in hosts or self.present], timeout)
+        self._calls[call.number] = call
 
         async def ask_own() -> None:
-            if own not in call.waiting:
-                return
-            try:
-                call.put(own, await self._own_host(request))
-            except HostRefused as refusal:
-                call.put(own, refusal)
+            if 0 in call.waiting:
+                try:
+                    call.put(0, await self._own_host(request))
+                except HostRefused as refusal:
+                    call.put(0, refusal)
 
         task = asyncio.ensure_future(ask_own())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:
+            data, failure = encode_request(call.number, request), "it is not connected"
+        except messages.ProtocolError as error:
+            data, failure = b"", str(error)
+        for replica in call.waiting - {0}:
+            if not (data and self.members.write(replica, data)):
+                call.put(replica, HostError(f"host {replica} cannot be asked: {failure}"))
+        try:
             yield call
         finally:
-            self._requests.end(call)
             task.cancel()
+            del self._calls[call.number]
+            cancel = messages.encode({"type": "cancel", "id": call.number})
+            for replica in call.waiting:
+                self.members.write(replica, cancel)
+
+    def _receive(self, replica: int, message: messages.Message) -> None:
+        """Pass on the answer of a host to the call that waits for it, if one still does."""
+        number = message.get("id")
+        if isinstance(number, int) and number in self._calls:
+            self._calls[number].receive(replica, message)
+
+    def _drop(self, replica: int) -> None:
+        """Have no call wait for a host whose connection has ended."""
+        for call in self._calls.values():
+            call.put(replica, HostError(f"the connection of host {replica} has ended"))

@@ -41,7 +41,7 @@ after a client that ends as soon as ``HostMesh.shutdown()`` returns."""
 
 _Loops: TypeAlias = HostCall[WorkerLoopEnded]
 
-Member: TypeAlias = tuple[Registration, str]
+_HostAddress: TypeAlias = tuple[Registration, str]
 """A host, and the address of its worker loop."""
 
 
@@ -77,20 +77,21 @@ class MeshClients:
         return {**vars(leaf), "authority": credentials.authority}
 
     async def _attach(self, leaf: dict[str, str] | None, peer: Peer) -> None:
-        await self._hosts.formed.wait()
+        hosts = self._hosts.members
+        await hosts.until(lambda: hosts.are_together)
         await peer.send({"type": "attaching"})
         with self._queue.in_use() if self._queue is not None else contextlib.nullcontext():
             while True:
-                reformed, token = self._hosts.reformed, secrets.token_hex(8)
+                formation, token = hosts.formation, secrets.token_hex(8)
                 # The end of this request ends the worker loops, also where replica 0 is lost.
                 with self._hosts.call(RunWorkerLoop(token)) as running:
                     if members := await self._ready(token, running):
                         await self._stay_attached(members, running, leaf, peer)
                         return
-                await reformed.wait()
+                await hosts.until(lambda old=formation: hosts.formation != old)  # type: ignore[misc]
 
     async def _stay_attached(
-        self, members: Sequence[Member], running: _Loops, leaf: dict[str, str] | None, peer: Peer
+        self, members: Sequence[_HostAddress], running: _Loops, leaf: dict[str, str] | None, peer: Peer
     ) -> None:
         self._hosts.reporter.line(f"a Monarch client has attached to {len(members)} hosts")
         ended = asyncio.ensure_future(self._ended(running, len(members), peer))
@@ -105,11 +106,11 @@ class MeshClients:
                 await asyncio.wait([ended], timeout=_SHUT_DOWN_WITHIN)
             ended.cancel()
 
-    async def _ready(self, token: str, running: _Loops) -> Sequence[Member]:
+    async def _ready(self, token: str, running: _Loops) -> Sequence[_HostAddress]:
         """Wait for the worker loops; return the hosts, or none if one of them is lost."""
         hosts = list(self._hosts.present)
         ready, missing = await self._hosts.collect(GetWorkerLoop(token), _START_TIMEOUT)
-        if missing and not self._hosts.all_connected:
+        if not all(map(self._hosts.members.in_attempt, missing)):
             return []
         if missing:
             while not running.answers.empty():  # a loop that has failed before it was asked for says there why

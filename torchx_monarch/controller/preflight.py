@@ -22,14 +22,14 @@ class Preflight:
         self._mode = hosts.options.spec.preflight
         self._hosts = hosts
         self._reporter = hosts.reporter
-        self._checked: list[Registration] = []
+        self._compared = 0  # the last formation whose hosts were compared
 
     async def check(self, hosts: list[Registration]) -> str:
         """Check the hosts, unless these have been checked; return why the run must not start, empty if it may.
 
         It raises the errors of ``JobHosts.ask``.
         """
-        if self._mode == "off" or hosts == self._checked:
+        if self._mode == "off" or not self._are_new():
             return ""
         began = time.monotonic()
 
@@ -37,10 +37,7 @@ class Preflight:
             return {replica: answer async for replica, answer in self._hosts.ask(TakeFacts())}
 
         facts = await self._reporter.while_waiting(ask(), lambda: "the imports of all hosts, for the pre-flight")
-        self._checked = hosts
-        names = {host.replica: host.name for host in hosts}
-        found = compare(names, {replica: facts[replica] for replica in names})
-        problems = [one_line(problem, _LINE) for problem in found]
+        problems = [one_line(problem, _LINE) for problem in _compare_hosts(hosts, facts)]
         for problem in problems:
             self._reporter.line(f"pre-flight: {problem}")
         if not problems:
@@ -52,12 +49,16 @@ class Preflight:
 
     def report_differences(self, hosts: list[Registration], facts: Mapping[int, HostFacts]) -> None:
         """Report how hosts differ whose ranks have started, once for each set of hosts; not if they were checked."""
-        if self._mode != "off" or hosts == self._checked:
-            return
-        self._checked = hosts
-        names = {host.replica: host.name for host in hosts}
-        if found := list(compare(names, {replica: facts[replica] for replica in names})):
+        if self._mode == "off" and self._are_new() and (found := list(_compare_hosts(hosts, facts))):
             self._reporter.report("differences", one_line(f"hosts differ: {'; '.join(found)}", _LINE))
+
+    def _are_new(self) -> bool:
+        before, self._compared = self._compared, self._hosts.members.formation
+        return self._compared != before
+
+
+def _compare_hosts(hosts: Sequence[Registration], facts: Mapping[int, HostFacts]) -> Iterator[str]:
+    return compare({host.replica: host.name for host in hosts}, {host.replica: facts[host.replica] for host in hosts})
 
 
 def compare(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[str]:

@@ -29,7 +29,6 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 
-from torchx_monarch.controller.elastic import HostRegistry
 from torchx_monarch.controller.host_events import (
     HostEvents,
     HostLost,
@@ -37,8 +36,9 @@ from torchx_monarch.controller.host_events import (
     StopRequested,
     signalled,
 )
-from torchx_monarch.controller.host_messages import HostRequests, SignalReceived, decode_report
+from torchx_monarch.controller.host_messages import decode_report
 from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.members import Member, Members, MemberState
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
@@ -110,6 +110,7 @@ class Rendezvous:
     """Replica 0's side of the rendezvous.
 
     Attributes:
+        members: the hosts.
         clients: handlers of client greetings, by kind. The handler owns the connection until it returns; its
             ``RendezvousError`` refuses the client.
 
@@ -119,23 +120,19 @@ class Rendezvous:
     """
 
     def __init__(
-        self, network: HostNetwork, fewest: int | None = None, say: Callable[[str], None] | None = None
+        self, network: HostNetwork, fewest: int | None = None, say: Callable[[str], None] = lambda line: None
     ) -> None:
         self.events = HostEvents()
-        self.hosts = HostRegistry(network.options.replicas)
+        self.members = Members(network.options.replicas)
         self.clients: dict[str, Serve] = {"state": self._send_state, "stop": self._stop}
         self._network = network
         self._replicas = network.options.replicas
         self._fewest = self._replicas if fewest is None else fewest
         self._spares = network.options.spares
         self._say = say
-        self._leases: Leases[int] = Leases(network.options.lease, self._lease_expired)
-        self._silent: set[int] = set()
-        self._writers: dict[int, asyncio.StreamWriter] = {}
-        self.requests = HostRequests(self._writers)
-        self._ending = False
+        self._leases = Leases(network.options.lease, lambda: self.members.connected)
+        self._puts_off = False
         self._result: JobResult | None = None
-        self._informed: set[int] = set()
         self._listener: Listener | None = None
         self._own_connections = set[asyncio.Task[None]]()  # the event loop holds tasks by weak references only
 
@@ -168,26 +165,30 @@ class Rendezvous:
         await messages.send(writer, {**greeting, "version": messages.VERSION})
         return reader, writer
 
-    def register(self, host: Registration) -> None:
+    def register(self, host: Registration, writer: asyncio.StreamWriter | None = None) -> Member:
         """Register a host as present. The error of a host that cannot start is an event."""
-        self.hosts.add(host)
+        member = Member(host, MemberState.UNABLE if host.error else MemberState.ABLE, writer)
+        self.members.add(member)
         if host.error:
             reason = f"{host.name} cannot start: {host.error}"
             result = JobResult(host.code, reason, replica=host.replica)
             self.events.post(StopRequested(host.replica, result))
+        return member
 
     async def dismiss(self, replica: int, result: JobResult) -> None:
         """Send one host the result with which it ends, while the job goes on without it."""
-        if self.hosts.remove(replica):
-            await messages.send(self._writers[replica], {"type": "result", "dismissed": True, **vars(result)})
+        member = self.members.get(replica)
+        if member is not None and member.is_registered:
+            self.members.set_state(member, MemberState.DISMISSED)
+            await member.send({"type": "result", "dismissed": True, **vars(result)})
 
-    def end(self) -> None:
-        """Put off hosts that the backend restarts, until it has restarted replica 0 as well.
+    def put_off_restarted_hosts(self) -> None:
+        """Refuse hosts that the backend starts again, until it has started replica 0 again as well.
 
         This is for backends that restart the hosts of a job one by one. A host that registered now would get the
         result of the job that is ending, and would use up one of its restarts for nothing.
         """
-        self._ending = self.hosts.formed
+        self._puts_off = self.members.has_begun
 
     async def announce(self, result: JobResult, timeout: float) -> None:
         """Send every host the result; return when all have disconnected, or after ``timeout`` seconds.
@@ -196,17 +197,18 @@ class Rendezvous:
         would otherwise look for a replica 0 for a long time.
         """
         self._result = result
-        self._informed = set(self._writers)
         if result.code != 0:
-            self.end()
+            self.put_off_restarted_hosts()
         started = time.monotonic()
-        message = {"type": "result", **vars(result)}
-        if telling := [asyncio.ensure_future(messages.send(writer, message)) for writer in self._writers.values()]:
+        message, members = {"type": "result", **vars(result)}, self.members.connected
+        for member in members:
+            member.knows_result = True
+        if telling := [asyncio.ensure_future(member.send(message)) for member in members]:
             await asyncio.wait(telling, timeout=timeout)  # in parallel: a host that does not read must not delay others
-        open_for = 0.0 if self.hosts.formed or self._listener is None else _LATECOMERS
-        while (self._writers or open_for) and time.monotonic() < started + timeout:
+        open_for = 0.0 if self.members.has_begun or self._listener is None else _LATECOMERS
+        while (self.members.connected or open_for) and time.monotonic() < started + timeout:
             await asyncio.sleep(0.005)
-            if not self.hosts.expected or time.monotonic() > started + open_for:
+            if not self.members.expects_more or time.monotonic() > started + open_for:
                 open_for = 0.0
         if self._listener is not None:
             self._listener.close()
@@ -232,35 +234,36 @@ class Rendezvous:
             refusal["later"] = isinstance(error, LaterError)
             await messages.send(writer, refusal)
             return
-        # Before the first await: another connection may register with the same replica id.
-        self.requests.drop(host.replica)  # an earlier host of this id, which was dismissed
-        self._writers[host.replica] = writer
-        self._leases.renew(host.replica)
-        self.register(host)
+        # No await between ``_admit`` and this: another connection may greet with the same replica.
+        member = self.register(host, writer)
         if self._listener is not None:
             self._listener.mark_authenticated()
-        own = self.hosts.registered.get(0)
-        await messages.send(writer, {"type": "registered", "name": own.name if own else "replica 0"})
-        if self.hosts.is_idle(host) and not host.error:
-            self.hosts.on_idle_change(None)
+        # Nor between that and this: the controller, which the registration wakes, may send the host a request.
+        own = self.members.registered(0)
+        await member.send({"type": "registered", "name": own.name if own else "replica 0"})
         if self._result is not None:
-            await messages.send(writer, {"type": "result", **vars(self._result)})
+            await member.send({"type": "result", **vars(self._result)})
         try:
-            lost = await self._follow(host, reader, writer)
+            lost = await self._follow(member, reader)
         except messages.ProtocolError as error:
             lost = _lost(host, f"was lost: {error}")
-        self._silent.discard(host.replica)
-        if current := self._writers.get(host.replica) is writer:
-            del self._writers[host.replica]
-            self._leases.drop(host.replica)
-        if self.hosts.registered.get(host.replica) is host:
-            self.hosts.remove(host.replica)
-            if not host.error and self._is_needless(host):
-                self.hosts.on_idle_change(lost)
-            elif not host.error:
-                self.events.post(lost)
-        if current:
-            self.requests.drop(host.replica)  # after the event of the loss, which names the cause
+        self._leave(member, lost)
+
+    def _leave(self, member: Member, lost: HostLost) -> None:
+        """Remove a host whose connection has ended.
+
+        Nothing in here awaits, so all who wait for the event, the host or its answers find everything done: a request
+        that fails because the host is lost finds the event, which names the cause better, pending.
+        """
+        if member.state is MemberState.LOST:
+            return  # another host has its place
+        was_able = member.state is MemberState.ABLE
+        is_needed = self._is_needed(member)  # before its state changes: it is counted among those that are present
+        if was_able and not is_needed:
+            self._say(f"{lost.result.reason}; it ran no ranks")
+        self.members.set_state(member, MemberState.LOST)
+        if was_able and is_needed:
+            self.events.post(lost)
 
     def _kind(self, greeting: messages.Message | None) -> str:
         if greeting is None:
@@ -278,8 +281,8 @@ class Rendezvous:
 
     def state(self) -> messages.Message:
         """Return the hosts' state for a client."""
-        hosts = list(self.hosts.registered.values())
-        return {"type": "state", "hosts": hosts, "missing": self.hosts.missing, "ended": self._result is not None}
+        hosts = list(filter(None, map(self.members.registered, range(self._replicas))))
+        return {"type": "state", "hosts": hosts, "missing": self.members.missing, "ended": self._result is not None}
 
     async def _send_state(self, peer: Peer) -> None:
         await peer.send(self.state())
@@ -295,61 +298,56 @@ class Rendezvous:
             raise RendezvousError(str(error)) from None
         if not 0 <= host.replica < self._replicas:
             raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
-        if host.replica in self.hosts.registered:
-            raise _TakenError(
-                f"replica {host.replica} has registered already: {self.hosts.registered[host.replica].name}"
-            )
-        if self._ending and host.attempt < 0:  # a host that has run attempts belongs to this job and needs its result
+        last = self.members.get(host.replica)
+        if last is not None and last.is_registered:
+            raise _TakenError(f"replica {host.replica} has registered already: {last.host.name}")
+        if self._puts_off and host.attempt < 0:  # a host that has run attempts belongs to this job and needs its result
             raise LaterError("the hosts that this one was started to join are ending")
-        if host.replica in self._informed:
+        if last is not None and last.knows_result:
             raise LaterError("its start before this one knows how the job has ended: it belongs to the next job")
-        if host.error and self._fewest < self._replicas and self.hosts.formed:
+        if host.error and self._fewest < self._replicas and self.members.has_begun:
             raise RendezvousError(host.error)  # the job goes on without it
-        if host.error and host.replica and self._spares and self.hosts.add_refused(host.replica) <= self._spares:
-            raise RendezvousError(host.error)
+        if host.error and host.replica and self._spares:
+            self.members.add(Member(host, MemberState.REFUSED))
+            if self.members.counts[MemberState.REFUSED] <= self._spares:
+                raise RendezvousError(host.error)
         return host
 
-    async def _follow(self, host: Registration, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> HostLost:
+    async def _follow(self, member: Member, reader: asyncio.StreamReader) -> HostLost:
+        host = member.host
         while message := await messages.receive(reader):
-            # A host that was dismissed may still send when another one has its place.
-            is_current = self._writers.get(host.replica) is writer
-            if is_current:
-                self._leases.renew(host.replica)
+            if member.state is MemberState.LOST:
+                continue  # it was dismissed, and another one has its place
+            member.silence = 0.0
             try:
                 report = decode_report(message)
             except DecodeError as error:
                 raise messages.ProtocolError(str(error)) from None
-            if isinstance(report, SignalReceived):
-                if not 0 < report.number < signal.NSIG:
-                    raise messages.ProtocolError(f"{_brief(report.number)} is no number of a signal")
+            if report is not None and not 0 < report.number < signal.NSIG:
+                raise messages.ProtocolError(f"{_brief(report.number)} is no number of a signal")
+            if report is not None and member.is_registered:
                 event = signalled(host, report.number, report.announced)
-                if self.hosts.registered.get(host.replica) is not host:
-                    continue
-                if isinstance(event, HostPreempted) and self._is_needless(host):
+                if isinstance(event, HostPreempted) and not self._is_needed(member):
+                    self._say(f"{event.result.reason}; it ran no ranks")
                     await self.dismiss(host.replica, event.result)
-                    self.hosts.on_idle_change(event)
                 else:
                     self.events.post(event)
-            if message.get("type") == "answer" and is_current:
-                self.requests.receive(host.replica, message)
-            if message.get("type") == "alive" and is_current:
-                await messages.send(writer, {"type": "alive"})
-        if host.replica in self._silent:
+            if message.get("type") == "answer":
+                self.members.on_answer(host.replica, message)
+            if message.get("type") == "alive":
+                await member.send({"type": "alive"})
+        if member.silence > self._leases.seconds:
             return _lost(host, f"does not answer: no message from it for {self._leases.seconds:g} s (lease)")
-        if (pause := self._leases.own_pause) and 0 in self.hosts.registered:
-            # This process paused, so its lease at the host expired. The host is sound and may register again.
-            blamed = _lost(self.hosts.registered[0], f"did not run for {pause:.0f} s, and {host.name} has left it")
-            return dataclasses.replace(blamed, replica=host.replica)
+        # A pause of this process is the reason why the host has left, whose own lease for it has expired.
+        if (pause := self._leases.own_pause) and (own := self.members.registered(0)):
+            blamed = _lost(own, f"did not run for {pause:.0f} s, and {host.name} has left it")
+            return dataclasses.replace(blamed, replica=host.replica)  # the host is sound and may register again
         return _lost(host, "was lost: its connection broke")
 
-    def _is_needless(self, host: Registration) -> bool:
-        """Return whether the present attempt goes on if a host, other than replica 0, is lost."""
-        without = self.hosts.present - (self.hosts.registered.get(host.replica) is host)
-        return self._spares > 0 and host.replica != 0 and self.hosts.is_idle(host) and without >= self._fewest
-
-    def _lease_expired(self, replica: int) -> None:
-        self._silent.add(replica)
-        self._writers[replica].transport.abort()  # ends ``_follow`` of this host
+    def _is_needed(self, member: Member) -> bool:
+        """Return whether the loss of a registered host ends the attempt: it is in it, or too few would be left."""
+        is_spare = self._spares > 0 and self.members.is_idle(member.host.replica) and self.members.has_begun
+        return not is_spare or self.members.able_count - 1 < self._fewest
 
 
 def _lost(host: Registration, how: str) -> HostLost:

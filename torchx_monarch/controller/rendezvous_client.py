@@ -27,9 +27,9 @@ _RETRY_EVERY = 0.01
 _MAX_RETRY_DELAY = 0.5
 
 _STALE_FOR = 2.5
-"""Duration of retries after a final refusal, in units of the peer timeout. The replica 0 of an earlier job may still
-hold the port, or replica 0 may not have noticed yet that the host that this one replaces is lost: a request that it
-sends shortly before keep-alive would break the connection has the kernel wait for the peer timeout once more."""
+"""How long tries go on after a refusal that is final, in units of the peer timeout. The replica 0 of an earlier job may
+still hold the port, or replica 0 may not have noticed yet that the host that this one replaces is lost: a request that
+it sends shortly before keep-alive would break the connection has the kernel wait for the peer timeout once more."""
 
 
 class PutOffError(ConnectError):
@@ -87,12 +87,13 @@ class RendezvousClient:
     """The connection of a host to replica 0, for every host but replica 0."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str, lease: float) -> None:
+        self.silence = 0.0  # of replica 0
         self.lost = ""  # why replica 0 is lost, if more is known than that the connection broke
         self.dismissed = False  # whether the result is for this host alone, and the job goes on without it
         self._reader = reader
         self._writer = writer
         self._name = name
-        self._leases: Leases[str] = Leases(lease, self._lease_expired)
+        self._leases = Leases(lease, lambda: [self])
 
     @classmethod
     async def join(
@@ -121,11 +122,11 @@ class RendezvousClient:
             task.add_done_callback(lambda _: executing.pop(number))
 
         heartbeats = asyncio.ensure_future(self._send_heartbeats())
+        self.silence = 0.0
         self._leases.start()
-        self._leases.renew(self._name)
         try:
             while message := await messages.receive(self._reader):
-                self._leases.renew(self._name)
+                self.silence = 0.0
                 number = message.get("id")
                 if message.get("type") == "request" and isinstance(number, int):
                     execute(number, message)
@@ -161,6 +162,6 @@ class RendezvousClient:
             await asyncio.sleep(self._leases.heartbeat)
             await messages.send(self._writer, {"type": "alive"})
 
-    def _lease_expired(self, name: str) -> None:
-        self.lost = f"{name} does not answer: no message from it for {self._leases.seconds:g} s (lease)"
+    def lease_expired(self) -> None:
+        self.lost = f"{self._name} does not answer: no message from it for {self._leases.seconds:g} s (lease)"
         self._writer.transport.abort()

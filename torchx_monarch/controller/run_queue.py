@@ -341,7 +341,7 @@ class RunQueue:
     def state(self) -> messages.Message:
         idle = 0.0 if self.current or self._queue or self._users else time.monotonic() - self._busy_at
         live = {
-            "ready": self.hosts.formed.is_set(),
+            "ready": self.hosts.members.are_together,
             "run": self.current.number if self.current else None,
             "queued": len(self._queue),
             "runs": self._count,

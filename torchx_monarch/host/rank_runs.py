@@ -134,7 +134,7 @@ class RankRuns(Workload):
     def controller(self, rendezvous: Rendezvous, network: HostNetwork) -> Controller:
         options, reporter = self._host.options, self._host.reporter
         hosts = self._job_hosts(rendezvous, network)
-        gatherer = HostGatherer(self.sizes, rendezvous.hosts, reporter, HostFailures(options.exclude_after))
+        gatherer = HostGatherer(self.sizes, rendezvous.members, reporter, HostFailures(options.exclude_after))
         hang_watch = HangWatch(hosts)
         debug_command = f"torchx monarch debug {options.app} --role {options.role}"
         rendezvous.clients.update(DebugSessions(debug_command, reporter.report, hang_watch.rest).clients)

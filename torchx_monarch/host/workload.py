@@ -94,7 +94,7 @@ class Workload(abc.ABC):
         # Over a network, the loss of a machine is noticed only after peer_timeout seconds of silence.
         report_timeout = options.peer_timeout + 3.0 if network.rendezvous.networked else 1.0
         job = JobOptions(options, self.sizes, network.advertised, network.bind, report_timeout)
-        return JobHosts(job, rendezvous.requests, rendezvous.events, host.reporter, self.handle)
+        return JobHosts(job, rendezvous.members, rendezvous.events, host.reporter, self.handle)
 
     def _serve_clients(
         self, rendezvous: Rendezvous, network: HostNetwork, hosts: JobHosts, queue: RunQueue | None = None

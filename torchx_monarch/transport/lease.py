@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 _HEARTBEATS = 3
 """Heartbeats per lease, so that two may be late. For four thousand hosts, one heartbeat every 5 s would cost replica 0
@@ -20,24 +20,30 @@ a tenth of a core, and one every 10 s costs half of that."""
 _TICK = 1.0
 """Seconds between two checks of all leases."""
 
-Peer = TypeVar("Peer")
+
+class Peer(Protocol):
+    """A peer process; ``silence`` are the seconds since its last message, which whoever receives one sets to 0."""
+
+    silence: float
+
+    def lease_expired(self) -> None:
+        """End the connection to it; this may be called again until that has ended."""
 
 
-class Leases(Generic[Peer]):
+class Leases:
     """Watch the leases that one process grants to its peers.
 
     Args:
         seconds: seconds of silence that a peer may have, counted while this process runs.
-        on_expired: called once with each peer whose lease has expired. The peer is no longer watched then.
+        peers: returns those that are connected.
     """
 
-    def __init__(self, seconds: float, on_expired: Callable[[Peer], None]) -> None:
+    def __init__(self, seconds: float, peers: Callable[[], Sequence[Peer]]) -> None:
         self.seconds = seconds
-        self._on_expired = on_expired
+        self._peers = peers
         self._tick = min(_TICK, seconds / 10)
-        self._silence: dict[Peer, float] = {}
-        self._looked = time.monotonic()
-        self._pause, self._pause_ended = 0.0, self._looked
+        self._checked_at = time.monotonic()
+        self._pause, self._pause_ended = 0.0, self._checked_at
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -47,17 +53,17 @@ class Leases(Generic[Peer]):
 
     @property
     def own_pause(self) -> float:
-        """Return for how many seconds this process did not run within the last lease; 0 if less than half a lease.
+        """Return the seconds for which this process did not run, of the last pause within a lease; 0 for a short one.
 
-        A pause of half a lease can be enough for a peer to give this process up, because the peer received the last
-        heartbeat some time before the pause.
+        Half a lease can be enough for a peer to give this process up, because the peer received the last heartbeat some
+        time before the pause.
         """
-        self._note_pause(time.monotonic())
+        self._measure_pause(time.monotonic())
         return self._pause
 
     def start(self) -> None:
         """Start to watch the leases."""
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
         self._watching = asyncio.ensure_future(self._watch())
 
     def stop(self) -> None:
@@ -65,29 +71,20 @@ class Leases(Generic[Peer]):
         if self._watching is not None:
             self._watching.cancel()
 
-    def renew(self, peer: Peer) -> None:
-        """Renew the lease of a peer from which a message has arrived. The first call starts its lease."""
-        self._silence[peer] = 0.0
-
-    def drop(self, peer: Peer) -> None:
-        """Stop watching a peer."""
-        self._silence.pop(peer, None)
-
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._tick)
             now = time.monotonic()
-            self._note_pause(now)
+            self._measure_pause(now)
             # Messages that arrived during a pause of this process are read before the next check.
-            passed, self._looked = min(now - self._looked, 2 * self._tick), now
-            for peer, silence in list(self._silence.items()):
-                self._silence[peer] = silence + passed
-                if silence + passed > self.seconds:
-                    del self._silence[peer]
-                    self._on_expired(peer)
+            passed, self._checked_at = min(now - self._checked_at, 2 * self._tick), now
+            for peer in self._peers():
+                peer.silence += passed
+                if peer.silence > self.seconds:
+                    peer.lease_expired()
 
-    def _note_pause(self, now: float) -> None:
-        late = now - self._looked - self._tick
+    def _measure_pause(self, now: float) -> None:
+        late = now - self._checked_at - self._tick
         if late >= self.seconds / 2:
             self._pause, self._pause_ended = late, now
         elif now > self._pause_ended + self.seconds:

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The table of the hosts of a role, on replica 0: all that it decides about hosts reads this table."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from torchx_monarch.controller.host_events import Changes
+from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.transport import messages
+
+
+class MemberState(enum.Enum):
+    """What replica 0 knows of a host."""
+
+    REFUSED = "it cannot start, and the job goes on without it"
+    UNABLE = "it is registered, and cannot start, which ends the job"
+    ABLE = "it is registered, and can take part in attempts"
+    DISMISSED = "it has been sent its own result, and another host of its replica may register"
+    LOST = "its connection has ended, or another host of its replica has its place"
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Member:
+    """A host.
+
+    Attributes:
+        writer: its connection; None for replica 0's own host, and for one that is refused or lost.
+        silence: seconds since its last message (``transport.lease``).
+        knows_result: whether it has been sent the result of the job.
+    """
+
+    host: Registration
+    state: MemberState
+    writer: asyncio.StreamWriter | None = None
+    silence: float = 0.0
+    knows_result: bool = False
+
+    @property
+    def is_registered(self) -> bool:
+        return self.state in (MemberState.UNABLE, MemberState.ABLE)
+
+    async def send(self, message: messages.Message) -> bool:
+        return self.writer is not None and await messages.send(self.writer, message)
+
+    def lease_expired(self) -> None:
+        if self.writer is not None:
+            self.writer.transport.abort()  # ``Rendezvous`` finds the connection ended, and says why
+
+
+class Members:
+    """The last host of each replica, and the present attempt.
+
+    A job has up to thousands of hosts, and each registers: what an event changes is counted, and never searched for.
+
+    Attributes:
+        counts: the number of hosts in each state.
+        attempt: the hosts of the present attempt, by replica, in the order of their node ranks; empty before the first.
+        formation: how often these hosts have changed.
+        has_begun: whether all hosts that the first attempt needs have been in it.
+        on_idle_change: called when the hosts have changed that can take part, and do not.
+        on_answer: called with a replica and the answer of its host to a request.
+        on_lost: called with a replica whose host answers no more.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self.attempt: dict[int, Registration] = {}
+        self.formation = 0
+        self.has_begun = False
+        self.on_idle_change: Callable[[], None] = lambda: None
+        self.on_answer: Callable[[int, messages.Message], None] = lambda replica, message: None
+        self.on_lost: Callable[[int], None] = lambda replica: None
+        self._replicas = replicas
+        self._members: dict[int, Member] = {}
+        self._idle: dict[int, Registration] = {}
+        self.counts = Counter[MemberState]()
+        self._machines = Counter[str]()
+        self._changes = Changes()
+        self.until, self.notify = self._changes.until, self._changes.notify
+
+    def add(self, member: Member) -> None:
+        """Enter a host in the place of the last one of its replica."""
+        if last := self.get(member.host.replica):
+            self.set_state(last, MemberState.LOST)
+        self._members[member.host.replica] = member
+        self._count(member, 1)
+
+    def set_state(self, member: Member, state: MemberState) -> None:
+        self._count(member, -1)
+        member.state = state
+        self._count(member, 1)
+        if state is MemberState.LOST:
+            member.writer = None
+            self.on_lost(member.host.replica)
+
+    def _count(self, member: Member, step: int) -> None:
+        host = member.host
+        self.counts[member.state] += step
+        if member.is_registered:
+            self._machines[_machine(host)] += step
+        if member.state is MemberState.ABLE and self.attempt.get(host.replica) is not host:
+            self._idle[host.replica] = host
+            if step < 0:
+                del self._idle[host.replica]
+            self.on_idle_change()
+        self.notify()
+
+    def form(self, hosts: Sequence[Registration]) -> None:
+        """Begin an attempt with these hosts, in the order of their node ranks."""
+        self.attempt, self._idle = {}, {host.replica: host for host in self.able}
+        self.has_begun = True
+        self.extend(hosts)
+
+    def extend(self, hosts: Sequence[Registration]) -> None:
+        """Have more hosts take part in the attempt."""
+        for host in hosts:
+            self.attempt[host.replica] = host
+            self._idle.pop(host.replica, None)
+        self.formation += 1
+        self.notify()
+
+    # -- one host ------------------------------------------------------------------------------------------------------
+
+    def get(self, replica: int) -> Member | None:
+        """Return the last host of a replica; None if none has come."""
+        return self._members.get(replica)
+
+    def registered(self, replica: int) -> Registration | None:
+        member = self.get(replica)
+        return member.host if member is not None and member.is_registered else None
+
+    def in_attempt(self, replica: int) -> Member | None:
+        """Return the replica's host in the attempt; None if it has been lost or dismissed, and perhaps replaced."""
+        host = self.registered(replica)
+        return self._members[replica] if host is not None and host is self.attempt.get(replica) else None
+
+    def write(self, replica: int, data: bytes) -> bool:
+        """Write to the replica's host in the attempt, but not wait until it has read; return whether there is one."""
+        member = self.in_attempt(replica)
+        if member is None or member.writer is None:
+            return False
+        member.writer.write(data)
+        return True
+
+    def is_idle(self, replica: int) -> bool:
+        """Whether the replica's host can take part in the present attempt, and does not."""
+        return replica in self._idle
+
+    def machine(self, host: Registration) -> str:
+        """Return the name under which failures of a host count: the machine's, unless other hosts share it."""
+        name, registered = _machine(host), self.registered(host.replica)
+        others = self._machines[name] - (registered is not None and _machine(registered) == name)
+        return f"{name} (replica {host.replica})" if others else name
+
+    # -- all hosts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> list[Member]:
+        """The hosts, but for replica 0's own, whose connection is open."""
+        return [member for member in self._members.values() if member.writer is not None]
+
+    @property
+    def able(self) -> list[Registration]:
+        """The registered hosts that can take part, by replica."""
+        return [member.host for _, member in sorted(self._members.items()) if member.state is MemberState.ABLE]
+
+    @property
+    def idle(self) -> list[Registration]:
+        """Those of them that are not in the present attempt, by replica."""
+        return [host for _, host in sorted(self._idle.items())]
+
+    @property
+    def able_count(self) -> int:
+        return self.counts[MemberState.ABLE]
+
+    @property
+    def registered_count(self) -> int:
+        return self.counts[MemberState.ABLE] + self.counts[MemberState.UNABLE]
+
+    @property
+    def are_together(self) -> bool:
+        """Whether an attempt has been formed, and no host has left it."""
+        return bool(self.attempt) and self.able_count - len(self._idle) == len(self.attempt)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all replicas are registered."""
+        return self.registered_count == self._replicas
+
+    @property
+    def missing(self) -> list[int]:
+        """The replicas that are not registered."""
+        return [replica for replica in range(self._replicas) if not self.registered(replica)]
+
+    @property
+    def expects_more(self) -> bool:
+        """Whether some replicas have never come, and may still do so."""
+        return len(self._members) < self._replicas
+
+
+def _machine(host: Registration) -> str:
+    return host.machine or host.hostname
