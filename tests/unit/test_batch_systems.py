@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from torchx.specs import AppDef, Role
@@ -130,6 +131,28 @@ def test_an_app_of_which_a_job_can_never_run_has_failed_and_leaves_the_queue_by_
     assert apps.wait(pbs_app.app_id, 0.0)
     apps.cancel(pbs_app.app_id)
     assert ["qdel", "8", "9"] in commands
+
+
+def test_jobs_that_are_submitted_while_the_queue_is_read_have_not_left_it(
+    pbs_app: JobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = json.loads(Path(pbs_app.app).read_text())
+    jobs = content["jobs"] = list[str]()
+    lists = list[str]()
+
+    def run(self: PbsBackend, command: Sequence[str]) -> str:
+        if command[0] == "qstat" and len(lists) < 2:
+            lists.append("".join(line for line in QSTAT.splitlines(True) if line.partition(".")[0] in jobs))
+            jobs.append("89"[len(jobs)])
+            state_files.write_json(pbs_app.app, content)
+        return lists[-1] if command[0] == "qstat" else ""
+
+    state_files.write_json(pbs_app.app, content)
+    monkeypatch.setattr(PbsBackend, "run", run)
+    for count in (0, 1):
+        app = PbsBackend().snapshot(pbs_app.app_id)
+        assert app is not None and len(app.jobs) == len(lists) - 1 == count
+        assert {replica.state for replica in app.replicas} == {State.PENDING}
 
 
 def test_a_job_that_the_batch_system_ends_says_so(pbs_app: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:

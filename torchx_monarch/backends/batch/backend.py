@@ -293,7 +293,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         queued = self.list_jobs(old) if old else {}
         for app_id, folder in old.items():
             with contextlib.suppress(state_files.DamagedFileError, RemoveError):
-                app = self.read(app_id, folder, queued, brief=True)
+                app = self.read(app_id, folder, queued, folder.load_jobs(), brief=True)
                 if app is not None and not self._left(app, queued):
                     self.remove(app)
 
@@ -338,15 +338,17 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         folder = self.folder(app_id)
         if folder is None:
             return None
+        jobs = folder.load_jobs()
         if self.has_recorded_end(folder):
             self._job_list.forget(app_id)
-            return self.read(app_id, folder, {}, brief=brief)
-        return self._job_list.read(app_id, folder, lambda queued: self.read(app_id, folder, queued, brief=brief))
+            return self.read(app_id, folder, {}, jobs, brief=brief)
+        return self._job_list.read(app_id, folder, lambda queued: self.read(app_id, folder, queued, jobs, brief=brief))
 
     def snapshots(self, options: Cfg) -> Sequence[BatchSnapshot]:
         folders = self.folders()
+        jobs = {app_id: folder.load_jobs() for app_id, folder in folders.items()}
         queued = self.list_jobs(folders)
-        return read_undamaged(folders, lambda app_id: self.read(app_id, folders[app_id], queued, brief=True))
+        return read_undamaged(jobs, lambda app_id: self.read(app_id, folders[app_id], queued, jobs[app_id], brief=True))
 
     def list_jobs(self, folders: Mapping[str, JobFolder]) -> Mapping[str, QueuedJob]:
         """Return the jobs of apps that the batch system knows; those that have ended, too, if it remembers them."""
@@ -360,14 +362,19 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         return all(has_ended(folder, spec.name, k, ending) for spec in specs for k in range(spec.replicas))
 
     def read(
-        self, app_id: str, folder: JobFolder, queued: Mapping[str, QueuedJob], *, brief: bool
+        self, app_id: str, folder: JobFolder, queued: Mapping[str, QueuedJob], jobs: Sequence[str], *, brief: bool
     ) -> BatchSnapshot | None:
-        """Return the snapshot of an app by its files and an older list of jobs: tasks write records before they end."""
+        """Return the snapshot of an app by its files.
+
+        Args:
+            queued: the list of jobs, which is older than the records: tasks write these before they end.
+            jobs: the ids of its jobs, which were read before that list: those that are submitted meanwhile lack there.
+        """
         content = state_files.load(dict[str, Any], folder.app, folder.trusted)
         if content is None:
             return None
         stored = SubmittedApp.from_json(content, one_line(folder.app))
-        jobs = self._job_ids(folder, stored.roles, content["jobs"], queued)
+        submitted, jobs = jobs, self._job_ids(folder, stored.roles, jobs, queued)
         ending = folder.load_ending()
         unknown = _NOT_SUBMITTED if ending is None else None
         happened = [] if brief else events.read(folder.events, below=folder.trusted)[0]
@@ -389,7 +396,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
             ui_url=f"file://{folder.root}",
             folder=folder,
             jobs=jobs,
-            files=(records, ending),
+            files=(submitted, records, ending),
         )
 
     def _job_ids(

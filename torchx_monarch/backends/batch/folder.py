@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local.record import SupervisorRecord
@@ -73,6 +73,11 @@ class JobFolder(state_files.AppPaths):
         self.trusted = root
         self.job_log = os.path.join(root, "job.log")
         self.record = os.path.join(root, "job.json")
+
+    def load_jobs(self) -> list[str]:
+        """Read the ids of the app's jobs, as far as they are submitted."""
+        content = state_files.load_undamaged(dict[str, Any], self.app, self.trusted) or {}
+        return list(content.get("jobs", ()))
 
     def replica(self, role: str, replica: int) -> ReplicaFolder:
         """Return the folder of one replica."""

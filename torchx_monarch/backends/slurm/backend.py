@@ -169,10 +169,10 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         return record is not None and record.ended is not None and not record.outside
 
     def read(
-        self, app_id: str, folder: JobFolder, queued: Mapping[str, QueuedJob], *, brief: bool
+        self, app_id: str, folder: JobFolder, queued: Mapping[str, QueuedJob], jobs: Sequence[str], *, brief: bool
     ) -> BatchSnapshot | None:
         """Return the snapshot of a job, whose outcome is Slurm's and the batch step's."""
-        record, app = BatchRecord.load(folder), super().read(app_id, folder, queued, brief=brief)
+        record, app = BatchRecord.load(folder), super().read(app_id, folder, queued, jobs, brief=brief)
         if app is None:
             return None
         job = queued.get(*app.jobs) if app.jobs else None
