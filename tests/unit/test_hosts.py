@@ -167,9 +167,10 @@ def test_no_request_reaches_the_replacement_of_a_lost_host_before_its_attempt(tm
         following = asyncio.ensure_future(replacement.follow(rendezvous._network.rendezvous))
         await rendezvous.members.until(lambda: rendezvous.members.is_complete)
         _, missing = await hosts.collect(SampleRanks(), 0.2)
-        assert missing[1] == "host 1 cannot be asked: it is not connected" and not rendezvous.members.are_together
+        assert missing[1] == "host 1 cannot be asked: it is not connected"
+        with pytest.raises(HostError, match="not together"):
+            await hosts.broadcast(SampleRanks())
         rendezvous.members.form(rendezvous.members.able)
-        assert rendezvous.members.are_together
         await hosts.collect(SampleRanks(), 0.2)
         assert replacement.asked == [SampleRanks()]
         replacement.client._writer.close()

@@ -129,7 +129,7 @@ class HostGatherer:
         """Return the hosts that would join the present attempt if it were formed now."""
         if not self._members.idle:
             return []
-        return [host for host in self._choose() if self._members.is_idle(host.replica)]
+        return [host for host in self._choose() if not self._members.in_attempt(host.replica)]
 
     def blame(self, replica: int, reason: str) -> HostExcluded | None:
         """Count a failure of a host of the attempt; return the event that replaces it, if it is excluded now."""

@@ -110,8 +110,10 @@ class JobHosts:
         """Send a request to every host and return the answers, whatever events are pending.
 
         Raises:
-            HostError: a host refused the request or is lost.
+            HostError: the hosts are not together, or one refused the request or is lost.
         """
+        if not self.members.are_together:
+            raise HostError("the hosts are not together")
         with self.call(request) as call:
             return [await call.answer() for _ in self.present]
 

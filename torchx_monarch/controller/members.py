@@ -146,10 +146,6 @@ class Members:
         member.writer.write(data)
         return True
 
-    def is_idle(self, replica: int) -> bool:
-        """Whether the replica's host can take part in the present attempt, and does not."""
-        return replica in self._idle
-
     def machine(self, host: Registration) -> str:
         """Return the name under which failures of a host count: the machine's, unless other hosts share it."""
         name, registered = _machine(host), self.registered(host.replica)

@@ -346,7 +346,7 @@ class Rendezvous:
 
     def _is_needed(self, member: Member) -> bool:
         """Return whether the loss of a registered host ends the attempt: it is in it, or too few would be left."""
-        is_spare = self._spares > 0 and self.members.is_idle(member.host.replica) and self.members.has_begun
+        is_spare = self._spares > 0 and self.members.has_begun and not self.members.in_attempt(member.host.replica)
         return not is_spare or self.members.able_count - 1 < self._fewest
 
 
