@@ -27,6 +27,7 @@ def hosts(name: str = "a", replicas: int = 2, **more: Any) -> RoleSpec:
         ([hosts(), hosts("b")], True),
         ([hosts(replicas=1), RoleSpec("side", sidecar=True)], True),
         ([RoleSpec("a", 2)], True),
+        ([RoleSpec("a", 2, workload=WorkloadKind.COMMAND)], True),
         ([RoleSpec("a", 1)], False),
     ],
 )

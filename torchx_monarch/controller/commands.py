@@ -49,7 +49,6 @@ class CommandController:
         self._hosts = hosts
         self._events = hosts.events
         self._reporter = hosts.reporter
-        self._clock = asyncio.get_running_loop().time
         self._watched: dict[int, asyncio.Task[None]] = {}
         self._pids: dict[int, tuple[int, ...]] = {}
         self._exits: dict[int, RankExit] = {}
@@ -58,20 +57,17 @@ class CommandController:
         """The failures among them that are not settled yet."""
         self._spared: set[int] = set()
         """The replicas that have failed for good, and that the role does not need."""
-        self._deadline = self._clock() + self._spec.host_timeout if self._spec.starts == "together" else None
-        """When the role does without replicas that have never arrived; None for no such time."""
-        self._waited_for = self._deadline
         self._is_late = False
-        self._has_started = False
+        """Whether the role does without replicas that have never arrived."""
 
     async def run(self) -> JobResult:
         """Follow the commands to the end of the role, or of replica 0 alone, and return the result."""
+        if self._spec.starts == "together":
+            self._limit_wait()
         result = None
         while result is None:
             self._watch_new_hosts()
-            deadline = self._waited_for = self._deadline
-            left = None if deadline is None else max(0.0, deadline - self._clock())
-            waiting = self._events.interrupt(self._members.until(self._has_news, left))
+            waiting = self._events.interrupt(self._members.until(self._has_news))
             try:
                 if self._waits_for_all:
                     waiting = self._reporter.while_waiting(waiting, lambda: f"replica {listed(self._members.missing)}")
@@ -82,6 +78,15 @@ class CommandController:
         for replica in list(self._watched):
             self._forget(replica)
         return result
+
+    def _limit_wait(self) -> None:
+        """Do without replicas that have not arrived ``host_timeout`` seconds from now."""
+
+        def end() -> None:
+            self._is_late = True
+            self._members.notify()
+
+        asyncio.get_running_loop().call_later(self._spec.host_timeout, end)
 
     # -- the commands --------------------------------------------------------------------------------------------------
 
@@ -95,11 +100,13 @@ class CommandController:
         return [host for host in hosts if host.replica not in self._watched]
 
     def _has_news(self) -> bool:
-        return bool(self._failures) or bool(self._new_hosts()) or self._deadline != self._waited_for or self._are_done()
+        is_too_late = self._is_late and self._waits_for_all
+        return is_too_late or bool(self._failures) or bool(self._new_hosts()) or self._are_done()
 
     def _are_done(self) -> bool:
-        expected = len(self._watched) if self._is_late else self._spec.replicas - len(self._spared)
-        return 0 < expected <= len(self._exits) - len(self._failures)
+        """Return whether all commands that the role has, or still waits for, have succeeded."""
+        absent = self._members.unseen if self._is_late else 0
+        return len(self._exits) - len(self._failures) >= self._spec.replicas - len(self._spared) - absent
 
     def _watch_new_hosts(self) -> None:
         new = self._new_hosts()
@@ -107,8 +114,6 @@ class CommandController:
             return
         self._members.extend(new)
         self._members.has_begun |= self._members.is_complete
-        if self._spec.starts == "together":
-            self._deadline = None
         for host in new:
             self._watched[host.replica] = asyncio.ensure_future(self._watch(host))
 
@@ -117,7 +122,6 @@ class CommandController:
         self._members.attempt.pop(replica, None)
         self._exits.pop(replica, None)
         self._pids.pop(replica, None)
-        self._has_started = False
         self._failures = [failure for failure in self._failures if failure.replica != replica]
         if replica in self._watched:
             self._watched.pop(replica).cancel()
@@ -133,15 +137,14 @@ class CommandController:
                 if ended.stopped_at is None or ended.failed:  # else its host reports why it has stopped it
                     self._exits[replica] = ended
                     self._failures += [ended] if ended.code else []
-                    if replica == 0 and self._members.expects_more:
-                        self._deadline = self._clock() + self._spec.host_timeout
+                    if replica == 0:
+                        self._limit_wait()
             self._members.notify()
 
     def _report_start(self) -> None:
-        """Report that the commands of all replicas have started, once until one of them starts again."""
-        if self._has_started or len(self._pids) < self._spec.replicas:
+        """Report that the commands of all replicas have started, again when one of them has started again."""
+        if len(self._pids) < self._spec.replicas:
             return
-        self._has_started = True
         hosts = [host for _, host in sorted(self._members.attempt.items())]
         names = [host.hostname for host in hosts]
         self._reporter.phase("hosts", f"hosts {len(hosts)}/{len(hosts)}", count=len(hosts), hosts=names)
@@ -156,11 +159,9 @@ class CommandController:
 
     async def _settle(self) -> JobResult | None:
         """Return the result of the role if the ends of commands decide it, or the time for their start has passed."""
-        if self._deadline is not None and self._clock() >= self._deadline:
-            self._is_late, self._deadline = True, None
-            if not self._watched:
-                missing = f"replica {listed(self._members.missing)}"
-                return JobResult(1, f"{missing} did not arrive within {self._spec.host_timeout:g} s (--host-timeout)")
+        if self._is_late and self._waits_for_all:
+            missing = f"replica {listed(self._members.missing)}"
+            return JobResult(1, f"{missing} did not arrive within {self._spec.host_timeout:g} s (--host-timeout)")
         while self._failures:
             failure = self._failures.pop(0)
             result = JobResult(shell_code(failure.code), failure.describe(), failure)

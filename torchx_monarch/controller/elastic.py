@@ -164,7 +164,7 @@ class HostGatherer:
         A replica that has never registered may still arrive.
         """
         members, fewest = self._members, self._sizes.fewest
-        if members.able_count >= fewest or are_replaced or members.expects_more:
+        if members.able_count >= fewest or are_replaced or members.unseen:
             return ""
         missing = listed(members.missing)
         return f"{members.able_count} of at least {fewest} hosts left, and replica {missing} will not be replaced"

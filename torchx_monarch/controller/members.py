@@ -193,9 +193,9 @@ class Members:
         return [replica for replica in range(self._replicas) if not self.registered(replica)]
 
     @property
-    def expects_more(self) -> bool:
-        """Whether some replicas have never come, and may still do so."""
-        return len(self._members) < self._replicas
+    def unseen(self) -> int:
+        """The number of replicas that have never come, and may still do so."""
+        return self._replicas - len(self._members)
 
 
 def _machine(host: Registration) -> str:

@@ -208,7 +208,7 @@ class Rendezvous:
         open_for = 0.0 if self.members.has_begun or self._listener is None else _LATECOMERS
         while (self.members.connected or open_for) and time.monotonic() < started + timeout:
             await asyncio.sleep(0.005)
-            if not self.members.expects_more or time.monotonic() > started + open_for:
+            if not self.members.unseen or time.monotonic() > started + open_for:
                 open_for = 0.0
         if self._listener is not None:
             self._listener.close()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-import signal
+from collections.abc import Callable
 from typing import Any
 
 from torchx_monarch.controller import host_messages
@@ -30,44 +30,43 @@ _LAST_OUTPUT = 0.2
 """Seconds for the last output of a command that has ended."""
 
 
-class CommandProcess(RankProcess):
-    """The process of a command."""
-
-    def kill(self, number: int) -> None:
-        super().kill(number)
-        if number != signal.SIGKILL:  # a stopped process handles no other signal
-            super().kill(signal.SIGCONT)
-
-
 class CommandPool(ProcessPool):
     """The process of a command, or the failure to start it."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, on_first_output: Callable[[], None]) -> None:
         super().__init__(host.options.replica, host.hostname, host.environ.get(processes.MARKER, ""))
+        self._host = host
+        self._on_first_output = on_first_output
+        self._environ = command_environ(host.environ)
+        self._files = processes.raise_file_limit()
         self._failure: RankExit | None = None
 
-    @property
-    def has_started(self) -> bool:
-        """Whether the command has been started, or could not be."""
-        return self._failure is not None or bool(self.ranks)
+    def launch(self, started: StartedCommand | None = None) -> tuple[int, ...]:
+        """Start the command, or take on its process, once; return its process id if it could be started.
 
-    @property
-    def pids(self) -> tuple[int, ...]:
+        Raises:
+            LaunchError: it was stopped before.
+        """
+        if not self.ranks and self._failure is None:
+            if self._stops:
+                raise LaunchError("the command was stopped before it was started")
+            self._take_on(started or start_command(self._host.options.command, self._environ, self._files))
         return tuple(rank.process.pid for rank in self.ranks)
 
-    def add(self, started: StartedCommand, process: CommandProcess | None, error_file: str) -> None:
-        """Take on a command that has been started, and its process."""
-        replica, when = self._replica, started.started
-        if process is not None:
-            self.ranks = [Rank(process, replica, -1, None, 0, error_file, started=when)]
+    def _take_on(self, started: StartedCommand) -> None:
+        host, replica, when = self._host, self._replica, started.started
+        if started.process is None:
+            error = {"message": started.failure}
+            self._failure = RankExit(
+                replica, -1, replica, host.hostname, 0, started.code, when, error=error, started=when
+            )
             return
-        error = {"message": started.failure}
-        self._failure = RankExit(replica, -1, replica, self._hostname, 0, started.code, when, error=error, started=when)
-
-    def check_start(self) -> None:
-        """Raise ``LaunchError`` if the command was stopped before it has started."""
-        if self._stops:
-            raise LaunchError("the command was stopped before it was started")
+        process = RankProcess(self._on_first_output, started.process)
+        process.stdout.assign(None, host.stdout, "")
+        process.stderr.assign(None, host.stderr, "")
+        process.release()
+        error_file = self._environ.get("TORCHELASTIC_ERROR_FILE", "")
+        self.ranks = [Rank(process, replica, -1, None, 0, error_file, started=when)]
 
     async def watch(self) -> None:
         for rank in self.ranks:
@@ -86,30 +85,17 @@ class CommandRun(Workload):
 
     def __init__(self, host: Host, started: StartedCommand | None) -> None:
         super().__init__(host)
-        self.pool: CommandPool = CommandPool(host)
+        self.pool: CommandPool = CommandPool(host, self._report_first_output)
         self._started = started
-        self._environ = command_environ(host.environ)
         host.reporter.shows_phases = False  # the output of a command is its own
-        self._files = processes.raise_file_limit()
 
     def parse(self) -> None:
         """Accept any command."""
 
     async def start(self) -> None:
         if self._host.options.starts == "alone":
-            self._launch()
+            self.pool.launch(self._started)
             self.has_begun = True
-
-    def _launch(self) -> None:
-        host = self._host
-        started = self._started or start_command(host.options.command, self._environ, self._files)
-        process = None
-        if started.process is not None:
-            process = CommandProcess(self._report_first_output, started.process)
-            for output, console in ((process.stdout, host.stdout), (process.stderr, host.stderr)):
-                output.assign(None, console, "")
-            process.release()
-        self.pool.add(started, process, self._environ.get("TORCHELASTIC_ERROR_FILE", ""))
 
     @property
     def sizes(self) -> NodeRange:
@@ -127,10 +113,7 @@ class CommandRun(Workload):
 
     async def _execute(self, request: host_messages.Request[Any]) -> Any:
         if isinstance(request, host_messages.LaunchRanks):
-            if not self.pool.has_started:
-                self.pool.check_start()
-                self._launch()
-            return host_messages.Launched(self.pool.pids)
+            return host_messages.Launched(self.pool.launch())
         return await super()._execute(request)
 
 

@@ -42,13 +42,13 @@ _SILENCE = 86400.0
 def needs_owner(roles: Sequence[RoleSpec]) -> bool:
     """Return whether replicas of an app may run on after its outcome is decided.
 
-    The hosts of a role end each other, unless lost ones are replaced. Those of several roles do not where a role has
-    failed before another one has started.
+    The hosts of ranks end each other, unless lost ones are replaced. Those of several roles, and of commands, do not
+    where one has failed before another one has started.
     """
 
     def ends_itself(role: RoleSpec) -> bool:
         is_replaced = role.restarts_alone and role.max_retries > 0
-        return role.replicas == 1 or (role.runs_hosts and not is_replaced)
+        return role.replicas == 1 or (role.runs_ranks and not is_replaced)
 
     return len(roles) > 1 or not all(map(ends_itself, roles))
 

@@ -279,7 +279,7 @@ class SupervisorLoop:
         replica.prepare_restart()
         lived = max(0.0, (replica.record.ended or 0.0) - (replica.record.started or 0.0))
         delay = replica.backoff.delay(lived)
-        if replica.spec.runs_hosts and replica.spec.retry_policy is RetryPolicy.REPLICA:
+        if replica.spec.runs_ranks and replica.spec.retry_policy is RetryPolicy.REPLICA:
             delay = min(delay, MAX_HOST_DELAY)
         note = backoff.describe(delay, lived) if delay else ""
         self._record.restarts = count_restarts(self._snapshot())

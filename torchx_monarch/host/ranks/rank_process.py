@@ -127,6 +127,8 @@ class RankProcess:
         """Send a signal to the whole process group, which may outlive the process."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
+            if number != signal.SIGKILL:  # a stopped process handles no other signal
+                os.killpg(self.pid, signal.SIGCONT)
 
     def _close_write_ends(self) -> None:
         ends, self._write_ends = self._write_ends, ()
