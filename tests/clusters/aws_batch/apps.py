@@ -127,6 +127,8 @@ class Apps(Place):
         "credentials not on show": "containers of moto get no secrets",
         "test_a_failing_rank_is_the_root_cause": "moto knows no exit code but that of node 0",
         "test_a_failing_command_is_the_root_cause": "moto has no log of a node that fails",
+        "test_an_app_ends_when_it_is_decided_though_nobody_looks[succeeded]": "moto ends no nodes with the main one",
+        "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed hosts]": "hosts of one role alone can meet",
         "test_cancel_while_running": "moto has no log of a job before its end",
         "test_delete_leaves_nothing": "moto has no log of a job before its end",
         "test_reading_changes_nothing": "moto has no log of a job before its end",
