@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import signal
 import time
 from types import SimpleNamespace
@@ -128,5 +129,26 @@ def test_time_in_which_this_process_has_not_run_counts_for_no_lease(monkeypatch:
         assert not expired
         assert leases.own_pause > 2.0
         leases.stop()
+
+    asyncio.run(main())
+
+
+def test_each_try_closes_its_connection_to_a_program_that_is_no_replica_0(address: Address) -> None:
+    talked, left = 0, 0
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal talked, left
+        talked += 1
+        writer.write(b"220 ready\n")
+        await reader.read()
+        left += 1
+        writer.close()
+
+    async def main() -> None:
+        async with await asyncio.start_unix_server(talk, address.path):
+            with pytest.raises(RendezvousError, match="what listens there is another program"):
+                await RendezvousClient.join(HostNetwork(address), host(1), 0.1)
+            await until_async(lambda: left == talked > 1, "the end of the connections")
+        os.unlink(address.path)
 
     asyncio.run(main())

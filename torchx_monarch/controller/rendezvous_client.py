@@ -56,10 +56,10 @@ async def handshake(
             reader, writer = await network.greet(address, greeting)
             try:
                 answer = await messages.receive(reader, _ANSWER_TIMEOUT)
-            except messages.ProtocolError as error:
-                raise ConnectError(f"{address}: what listens there is another program: {error}") from None
-            except TimeoutError as error:
-                raise ConnectError(f"{address}: {error}") from None
+            except (messages.ProtocolError, TimeoutError) as error:
+                writer.close()
+                what = "what listens there is another program: " if isinstance(error, messages.ProtocolError) else ""
+                raise ConnectError(f"{address}: {what}{error}") from None
             if answer is not None and answer.get("type") == expected:
                 return answer, reader, writer
             writer.close()
