@@ -252,8 +252,8 @@ class Difference(Enum):
     LEFTOVERS = (
         "Processes that a rank leaves running when it ends",
         "run on",
-        "get SIGTERM, and SIGKILL 2 s later; those that have left the rank's process group first get 4 s to end by "
-        "themselves, when all ranks of the host have ended",
+        "when all ranks of the host have ended, get SIGTERM, and SIGKILL 2 s later; those that have left the rank's "
+        "process group have 4 s to end by themselves before that",
         "a forgotten data loader holds no memory of a GPU",
     )
 

@@ -21,7 +21,7 @@ from tests.waits import WITHIN, until
 from torchx_monarch.client.rank_queries import ask_events, ask_samples
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
-from torchx_monarch.host.ranks.rank_process import Rank, RankProcess
+from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.host.ranks.rank_samples import take_samples
 from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.insight.timeline import build
@@ -70,16 +70,15 @@ def test_a_host_reads_proc_once_and_not_on_its_event_loop(tmp_path: Path) -> Non
             opened.append((str(args[0]), threading.current_thread() is threading.main_thread()))
 
     async def main() -> list[RankSample]:
-        processes = [RankProcess(lambda: None) for _ in range(2)]
-        for process in processes:
-            process.begin(os.posix_spawnp("sleep", ["sleep", "300"], os.environ, setsid=True))
-            process.release()
+        ranks = [Rank(number, number, lambda: None) for number in range(2)]
+        for rank in ranks:
+            rank.begin(os.posix_spawnp("sleep", ["sleep", "300"], os.environ, setsid=True))
+            rank.release()
         opened.clear()
-        ranks = [Rank(process, rank, rank, None) for rank, process in enumerate(processes)]
         samples = await take_samples(ranks, 0, "here", "app", FlightRecorders(str(tmp_path)))
-        for process in processes:
-            process.kill(signal.SIGKILL)
-            await process.drain()
+        for rank in ranks:
+            rank.kill(signal.SIGKILL)
+            await rank.drain()
         return samples
 
     sys.addaudithook(note)

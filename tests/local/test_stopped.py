@@ -20,6 +20,7 @@ from torchx.specs import AppState, Role
 from tests.local.detached import Detached
 from tests.local.hosts import Hosts
 from tests.waits import WITHIN, until
+from torchx_monarch.system import processes
 
 SLEEPER = "print('pid', os.getpid(), flush=True)\ntime.sleep(1000)\n"
 
@@ -79,29 +80,17 @@ def unread_pipe(hosts: Hosts) -> Iterator[Callable[[], Callable[[], str]]]:
 
 
 @contextlib.contextmanager
-def frozen_disk(hosts: Hosts) -> Iterator[Callable[[], Callable[[], str]]]:
-    """Put the logs of host 1 onto a disk of their own; the function that freezes it returns one that thaws it."""
-    hosts.logs(1).mkdir(parents=True)
-    image, disk = str(hosts.folder / "image"), str(hosts.logs(1))
+def mounted(hosts: Hosts, folder: Path) -> Iterator[str]:
+    """Put a folder onto a disk of its own, which may be frozen; the hosts are killed at the end."""
+    folder.mkdir(parents=True)
+    image, disk = str(hosts.folder / "image"), str(folder)
     with open(image, "wb") as file:
         file.truncate(64 << 20)
     for command in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, disk]):
         if shutil.which(command[0]) is None or subprocess.run(command, check=False, timeout=WITHIN).returncode:
             pytest.skip(f"needs {' '.join(command)}")
-
-    def freeze() -> Callable[[], str]:
-        until(lambda: hosts.out(1).count("ready\n") == 2, "the ranks")
-        subprocess.run(["fsfreeze", "--freeze", disk], check=True, timeout=WITHIN)
-
-        def thaw() -> str:
-            subprocess.run(["fsfreeze", "--unfreeze", disk], check=True, timeout=WITHIN)
-            hosts.wait()
-            return hosts.out(1).partition("ready\n")[2]
-
-        return thaw
-
     try:
-        yield freeze
+        yield disk
     finally:
         subprocess.run(["fsfreeze", "--unfreeze", disk], check=False, timeout=WITHIN, stderr=subprocess.DEVNULL)
         for process in hosts.processes.values():
@@ -110,6 +99,25 @@ def frozen_disk(hosts: Hosts) -> Iterator[Callable[[], Callable[[], str]]]:
         until(
             lambda: not subprocess.run(["umount", disk], check=False, timeout=WITHIN).returncode, "the disk", every=0.1
         )
+
+
+@contextlib.contextmanager
+def frozen_disk(hosts: Hosts) -> Iterator[Callable[[], Callable[[], str]]]:
+    """Put the logs of host 1 onto a disk of their own; the function that freezes it returns one that thaws it."""
+    with mounted(hosts, hosts.logs(1)) as disk:
+
+        def freeze() -> Callable[[], str]:
+            until(lambda: hosts.out(1).count("ready\n") == 2, "the ranks")
+            subprocess.run(["fsfreeze", "--freeze", disk], check=True, timeout=WITHIN)
+
+            def thaw() -> str:
+                subprocess.run(["fsfreeze", "--unfreeze", disk], check=True, timeout=WITHIN)
+                hosts.wait()
+                return hosts.out(1).partition("ready\n")[2]
+
+            return thaw
+
+        yield freeze
 
 
 @pytest.mark.parametrize("stalled", [unread_pipe, frozen_disk])
@@ -134,6 +142,49 @@ def test_output_that_is_not_taken_stops_the_rank_that_prints_and_not_its_host(
         printed = [line.split()[-1] for line in go_on().splitlines() if line.endswith(" " * 99)]
         assert printed == [str(number) for number in range(8192)]
         assert hosts.wait() == [0, 0]
+
+
+@pytest.mark.nightly("waits half a minute for what SIGKILL does not end")
+@pytest.mark.parametrize(("nnodes", "codes"), [("1", [1]), ("1:2", [0, 1])])
+def test_no_attempt_begins_beside_a_rank_that_waits_inside_the_kernel(
+    folder: Path, script: Callable[[str], str], tmp_path: Path, nnodes: str, codes: list[int]
+) -> None:
+    """Of the last rank, on a host that is lost then. Another host goes on without it, if the job allows that."""
+    path = script(f"""
+        import pathlib
+        folder = pathlib.Path({str(tmp_path)!r})
+        print("attempt", attempt, flush=True)
+        if attempt == 0 and rank == 1:
+            (folder / "pid").write_text(str(os.getpid()))
+            while not (folder / "frozen").exists():
+                time.sleep(0.02)
+            open(folder / "disk" / "checkpoint", "w")
+        if attempt == 0:
+            while not (folder / "blocked").exists():
+                time.sleep(0.02)
+            sys.exit(3)
+    """)
+    nproc, conf = 3 - len(codes), "join_timeout=60,last_call_timeout=1"
+    words = ["--nnodes", nnodes, "--nproc-per-node", str(nproc), "--max-restarts", "1", "--rdzv-conf", conf]
+    options = ("--grace", "1", "--preload", "")
+    hosts = Hosts(folder, ["torchrun", *words, path], len(codes), options, wrapper=("env",))
+    with mounted(hosts, tmp_path / "disk") as disk:
+        hosts.start()
+        pid = int(str(until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the last rank")))
+        subprocess.run(["fsfreeze", "--freeze", disk], check=True, timeout=WITHIN)
+        (tmp_path / "frozen").touch()
+
+        def state() -> str | None:
+            found = processes.process(pid)
+            return found and found.state
+
+        until(lambda: state() == "D", "the rank that waits for the disk")
+        (tmp_path / "blocked").touch()
+        assert hosts.wait() == codes
+        assert state() == "D"
+    reason = f"did not stop its ranks: not even SIGKILL ends pid {pid}, as if it waits inside the kernel"
+    assert f"host {len(codes) - 1} (" in hosts.err(0) and reason in hosts.err(0)
+    assert hosts.out(0).count("attempt 1") == (len(codes) > 1)
 
 
 def test_a_stopped_host_that_is_cancelled_ends_its_ranks_in_good_order(

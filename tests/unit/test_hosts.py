@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -133,6 +134,22 @@ def test_a_request_to_all_hosts_has_a_time_out(tmp_path: Path) -> None:
             async for _ in hosts.ask(WatchRanks(), 0.5):
                 pass
         assert caught.value.event.result.reason == "host 0, 2: no answer to WatchRanks in 0.5 s"
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_host_whose_ranks_do_not_stop_is_lost_for_that_reason(tmp_path: Path, replica: int) -> None:
+    async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+        for other in replicas:
+            other.answer.set_result([])
+        replicas[replica].answer = asyncio.get_running_loop().create_future()
+        replicas[replica].answer.set_exception(HostRefused("host", "not even SIGKILL ends pid 9"))
+        await hosts.stop(signal.SIGTERM, 0.0, lambda exits: None)
+        [lost] = rendezvous.events.pending
+        reason = f"host {replica} (node{replica}, pid 7) did not stop its ranks: not even SIGKILL ends pid 9"
+        assert isinstance(lost, HostLost) and (lost.replica, lost.result.reason) == (replica, reason)
+        assert [other for other in (1, 2) if rendezvous.members.registered(other)] == [1, 2][replica:]
 
     run(tmp_path, scenario)
 

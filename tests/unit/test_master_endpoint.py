@@ -147,7 +147,7 @@ def test_a_port_whose_store_has_not_begun_accepts_connections() -> None:
         port, served = await store.open(MasterEndpoint("127.0.0.1", 0, "127.0.0.1"), serves=True)
         assert served and store.current is not None and (store.current.port, store.current.pid) == (port, 0)
         socket.create_connection(("127.0.0.1", port)).close()
-        store.end()
+        store.close()
         assert store.current is None
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
@@ -160,4 +160,4 @@ async def _open(endpoint: MasterEndpoint) -> tuple[int, bool]:
     try:
         return await store.open(endpoint, serves=False)
     finally:
-        store.release()
+        store.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.waits import WITHIN
-from torchx_monarch.system import open_files
+from torchx_monarch.system import processes
 
 
 @pytest.fixture
@@ -32,11 +32,11 @@ def test_an_error_for_want_of_descriptors_names_the_limit(limit: int) -> None:
             opened.append(os.dup(2))
     for descriptor in opened:
         os.close(descriptor)
-    assert open_files.hint(caught.value) == f" (RLIMIT_NOFILE is {limit}: ulimit -n)"
-    assert "ulimit -u" in open_files.hint(OSError(errno.EAGAIN, "try again"))
-    assert "ulimit -u" in open_files.hint(RuntimeError("can't start new thread"))
-    assert "fs.file-max" in open_files.hint(OSError(errno.ENFILE, "too many"))
-    assert open_files.hint(OSError(errno.ENOENT, "no such file")) == open_files.hint(ValueError("x")) == ""
+    assert processes.limit_hint(caught.value) == f" (RLIMIT_NOFILE is {limit}: ulimit -n)"
+    assert "ulimit -u" in processes.limit_hint(OSError(errno.EAGAIN, "try again"))
+    assert "ulimit -u" in processes.limit_hint(RuntimeError("can't start new thread"))
+    assert "fs.file-max" in processes.limit_hint(OSError(errno.ENFILE, "too many"))
+    assert processes.limit_hint(OSError(errno.ENOENT, "no such file")) == processes.limit_hint(ValueError("x")) == ""
 
 
 _READ_LOGS = """if True:

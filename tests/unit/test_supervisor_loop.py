@@ -52,8 +52,7 @@ class Loop(SupervisorLoop):
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
     # The children of this process are those of other tests.
-    monkeypatch.setattr(processes, "terminate", lambda find: iter(()))
-    monkeypatch.setattr(processes, "kill_descendants", lambda job: [])
+    monkeypatch.setattr(processes, "own_descendants", lambda job: [])
 
     def made(*specs: RoleSpec) -> Loop:
         roles = [RoleRequest(spec, [ReplicaRequest(["x"], {}, "/")] * spec.replicas) for spec in specs]

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 import torchx_monarch
-from tests.waits import WITHIN
+from tests.waits import WITHIN, until_async
 from torchx_monarch.command.command import parse
-from torchx_monarch.host.ranks.rank_process import RankProcess
+from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.ranks.zygote import Zygote, ZygoteError, Zygotes
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess, start_early
 from torchx_monarch.model.host_spec import HostSpec
+from torchx_monarch.system import processes
 
 _ZYGOTE_MAIN = str(Path(torchx_monarch.__file__).with_name("host") / "ranks" / "zygote_main.py")
 
@@ -36,19 +37,6 @@ def started(*modules: str, say: Callable[[str], None] = print) -> Iterator[Zygot
         yield zygote
     finally:
         zygote.close()
-
-
-def test_a_cancelled_order_does_not_leave_its_answer_to_the_next() -> None:
-    async def main() -> None:
-        with started() as zygote:
-            await zygote.imports()
-            asking = asyncio.ensure_future(zygote.ask({"op": "count", "device": "x"}))
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            asking.cancel()
-            assert (await zygote.ask(NOTHING))["unsafe"] == ""
-
-    asyncio.run(main())
 
 
 def test_a_zygote_ends_as_the_copy_that_goes_on_after_a_rejected_import() -> None:
@@ -77,20 +65,6 @@ def test_a_module_that_cannot_be_imported_ahead_is_named() -> None:
     asyncio.run(main())
 
 
-def test_descriptors_of_an_order_stay_the_callers() -> None:
-    async def main() -> None:
-        with started() as zygote:
-            reader, writer = os.pipe()
-            answer = await zygote.ask(
-                {"op": "fork", "processes": [{"store": "", "files": [0, 1]}]}, [reader, writer, reader]
-            )
-            assert "torch has not been imported" in answer["processes"][0]["error"]
-            os.close(reader)
-            os.close(writer)
-
-    asyncio.run(main())
-
-
 LIMITED = """
 import os, resource
 resource.setrlimit(resource.RLIMIT_NPROC, ({limit}, {limit}))
@@ -108,7 +82,7 @@ def test_the_limit_of_processes_is_named(limit: int, tmp_path: Path, monkeypatch
     async def main() -> None:
         with started("limited") as zygote:
             assert (await zygote.imports())["unsafe"] == ""
-            process, files = RankProcess(lambda: None), os.listdir(f"/proc/{zygote.pid}/fd")
+            process, files = Rank(0, 0, lambda: None), os.listdir(f"/proc/{zygote.pid}/fd")
             failure = await zygote.fork([(process, {"env": {"RANK": "3"}, "python": []})])
             process.discard()
             assert os.listdir(f"/proc/{zygote.pid}/fd") == files
@@ -141,13 +115,13 @@ def test_the_exit_of_each_rank_is_seen() -> None:
     """More ranks than asyncio's default executor has threads."""
 
     async def main() -> None:
-        processes = [RankProcess(lambda: None) for _ in range(min(32, (os.cpu_count() or 1) + 4) + 1)]
+        processes = [Rank(0, 0, lambda: None) for _ in range(min(32, (os.cpu_count() or 1) + 4) + 1)]
         for process in processes:
             process.begin(os.posix_spawnp("sleep", ["sleep", "300"], os.environ, setsid=True))
             process.release()
         try:
             os.kill(processes[-1].pid, signal.SIGKILL)
-            await asyncio.wait_for(processes[-1].ended.wait(), WITHIN)
+            await asyncio.wait_for(processes[-1].wait(), WITHIN)
             assert processes[-1].returncode == -signal.SIGKILL
         finally:
             for process in processes[:-1]:
@@ -195,7 +169,7 @@ def test_a_zygote_that_was_started_early_is_used_if_it_fits(
         try:
             assert (await zygote.imports())["unsafe"] == ""
             assert (zygote.pid == early.process.pid) == fits
-            assert (early.process.poll() is None) == fits
+            await until_async(lambda: bool(processes.identity(early.process.pid)) == fits, "the end of the other")
         finally:
             zygote.close()
 

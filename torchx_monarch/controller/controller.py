@@ -158,7 +158,8 @@ class Controller:
             self._rendezvous.put_off_restarted_hosts()
         if await self._stop_ranks(event):
             # One new mesh is the answer to all of these.
-            for lost in self._events.take(lambda pending: isinstance(pending, (HostLost, HostJoined))):
+            answered = (HostLost, HostJoined)
+            for lost in self._events.take(lambda pending: isinstance(pending, answered) and pending.replica != 0):
                 if isinstance(lost, HostLost):
                     self._reporter.report(lost.KIND, lost.result.reason, replica=lost.replica)
         if not goes_on:

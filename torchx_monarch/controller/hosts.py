@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 from torchx_monarch.controller.elastic import NodeRange, listed
-from torchx_monarch.controller.host_events import HostEvents, Interrupted, StopRequested
+from torchx_monarch.controller.host_events import HostEvents, HostLost, Interrupted, StopRequested
 from torchx_monarch.controller.host_messages import (
     AnswerT,
     Exits,
@@ -23,15 +23,15 @@ from torchx_monarch.controller.host_messages import (
     StopRanks,
     encode_request,
 )
-from torchx_monarch.controller.members import Members
+from torchx_monarch.controller.members import Members, MemberState
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import messages
 
-_STOP_MARGIN = 10.0
-"""Seconds beyond the grace period that hosts have to report that their ranks have ended."""
+_STOP_MARGIN = 60.0
+"""Seconds beyond the grace period that hosts have to answer. They wait up to 50 s for what they have killed to end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,20 +134,35 @@ class JobHosts:
     async def stop(self, number: int, grace: float, add_exits: Callable[[Exits], None]) -> None:
         """Stop the ranks of every host that can be reached. Events stay pending meanwhile.
 
-        A host that has lost replica 0 stops its ranks by itself. The ranks of a host that is gone are gone too.
+        A host that has lost replica 0 stops its ranks by itself. The ranks of a host that is gone are gone too. One
+        whose ranks have not all ended is lost: no attempt may begin beside them.
         """
         if not self.members.attempt:
             return
         asked, within = set(filter(self.members.in_attempt, self.members.attempt)), grace + _STOP_MARGIN
+        left: dict[int, str] = {}
         with self.call(StopRanks(number, grace), within) as call:
             try:
                 while asked:
                     replica, answer = await call.next()
                     asked.discard(replica)
-                    if not isinstance(answer, HostError):
+                    if isinstance(answer, HostRefused):
+                        left[replica] = answer.reason
+                    elif not isinstance(answer, HostError):
                         add_exits(answer)
             except asyncio.TimeoutError:
-                self.reporter.line(f"host {listed(asked)} did not stop its ranks within {within:g} s")
+                left.update(dict.fromkeys(asked, f"no answer within {within:g} s"))
+        for replica, reason in left.items():
+            self._lose(replica, f"did not stop its ranks: {reason}")
+
+    def _lose(self, replica: int, how: str) -> None:
+        """Count a host of the attempt as lost, and end its connection."""
+        if (member := self.members.in_attempt(replica)) is None:
+            return
+        if member.writer is not None:
+            member.writer.transport.abort()
+            self.members.set_state(member, MemberState.LOST)
+        self.events.post(HostLost(replica, JobResult(1, f"{member.host.name} {how}", replica=replica)))
 
     @contextlib.contextmanager
     def call(

@@ -18,7 +18,7 @@ from torchx_monarch.host.no_restart_marker import VARIABLE as MARKER_VARIABLE
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.host_result import KEY_VARIABLE
 from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.system import error_files, open_files, processes
+from torchx_monarch.system import error_files, processes
 
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that the host process handles. They stay pending from the start of a command until it does."""
@@ -80,4 +80,4 @@ def start_command(
         return StartedCommand(processes.spawn(words, environ, os.getcwd(), files, **pipes))
     except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
         code = 127 if isinstance(error, FileNotFoundError) else 126
-        return StartedCommand(None, f"{error}{open_files.hint(error)}", code)
+        return StartedCommand(None, f"{error}{processes.limit_hint(error)}", code)

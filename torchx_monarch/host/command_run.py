@@ -19,7 +19,7 @@ from torchx_monarch.host.command_process import StartedCommand, command_environ,
 from torchx_monarch.host.follower import Follower
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.process_pool import ProcessPool
-from torchx_monarch.host.ranks.rank_process import Rank, RankProcess
+from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.host.workload import Workload
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult, RankExit, shell_code
@@ -51,7 +51,7 @@ class CommandPool(ProcessPool):
             if self._stops:
                 raise LaunchError("the command was stopped before it was started")
             self._take_on(started or start_command(self._host.options.command, self._environ, self._files))
-        return tuple(rank.process.pid for rank in self.ranks)
+        return tuple(rank.pid for rank in self.ranks)
 
     def _take_on(self, started: StartedCommand) -> None:
         host, replica, when = self._host, self._replica, started.started
@@ -61,20 +61,17 @@ class CommandPool(ProcessPool):
                 replica, -1, replica, host.hostname, 0, started.code, when, error=error, started=when
             )
             return
-        process = RankProcess(self._on_first_output, started.process)
-        process.stdout.assign(None, host.stdout, "")
-        process.stderr.assign(None, host.stderr, "")
-        process.release()
-        error_file = self._environ.get("TORCHELASTIC_ERROR_FILE", "")
-        self.ranks = [Rank(process, replica, -1, None, 0, error_file, started=when)]
+        command = Rank(replica, -1, self._on_first_output, process=started.process)
+        command.started, command.error_file = when, self._environ.get("TORCHELASTIC_ERROR_FILE", "")
+        command.stdout.assign(None, host.stdout, "")
+        command.stderr.assign(None, host.stderr, "")
+        command.release()
+        self.ranks = [command]
 
     async def watch(self) -> None:
         for rank in self.ranks:
-            await rank.process.ended.wait()
-            ends = [asyncio.ensure_future(output.ended.wait()) for output in (rank.process.stdout, rank.process.stderr)]
-            await asyncio.wait(ends, timeout=_LAST_OUTPUT)
-            for end in ends:
-                end.cancel()
+            await rank.wait()
+            await rank.read_output(_LAST_OUTPUT)
 
     def exits(self) -> list[RankExit]:
         return [self._failure] if self._failure is not None else super().exits()

@@ -70,7 +70,9 @@ class Follower:
         """Stop what runs; return the registration with another replica 0."""
         await self._workload.stop(signal.SIGTERM)
         pool = self._workload.pool
-        return dataclasses.replace(registration, attempt=-1 if pool is None else pool.attempt)
+        if pool is None:
+            return registration
+        return dataclasses.replace(registration, attempt=pool.attempt, error=pool.remains)
 
     async def _join(self, registration: Registration, timeout: float, whom: str) -> RendezvousClient:
         failure = ""

@@ -22,7 +22,6 @@ from torchx_monarch.controller.roles import coordinator
 from torchx_monarch.host.command_process import HANDLED_SIGNALS
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.no_restart_marker import NoRestartMarker
-from torchx_monarch.host.ranks.rank_process import reap_orphans
 from torchx_monarch.host.workload import Workload
 from torchx_monarch.insight import events
 from torchx_monarch.insight.job_end import JobEnd
@@ -34,7 +33,7 @@ from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.state import State
 from torchx_monarch.model.world import CommandError, LaunchError
-from torchx_monarch.system import error_files, open_files, processes, run_dirs, safe_files
+from torchx_monarch.system import error_files, processes, run_dirs, safe_files
 from torchx_monarch.system.console import Console, WriterThread
 
 _HOST_EXIT_TIMEOUT = 5.0
@@ -80,7 +79,6 @@ class HostProcess:
         host = self._host
         self._handle_signals()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
-        self._spawn(reap_orphans())
         if stored := self._no_restart_marker.begin():
             host.reporter.line(f"host {host.options.replica}: not started again: {stored.no_retry_reason}")
             write_result(stored, host.environ, host.reporter)
@@ -93,7 +91,7 @@ class HostProcess:
         except Exception as error:
             traceback.print_exc()
             result = JobResult(
-                1, f"internal error of the host process: {type(error).__name__}: {error}{open_files.hint(error)}"
+                1, f"internal error of the host process: {type(error).__name__}: {error}{processes.limit_hint(error)}"
             )
             host.reporter.line(f"{result.reason}; see {host.own_log}")
         await self._report_and_exit(result)
@@ -129,7 +127,8 @@ class HostProcess:
         if not self._no_restart_marker.end(result):
             host.reporter.line("it may be started again: there is no folder here to note that it must not be")
         self._workload.close()
-        processes.kill_descendants(host.environ.get(processes.MARKER, ""))
+        marker = host.environ.get(processes.MARKER, "")
+        processes.kill_until_gone(lambda: processes.own_descendants(marker))
         folder = host.sockets if "MONARCH_RUN_DIR" in host.environ else self._run_dir
         if folder:
             run_dirs.remove_tree(folder)

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import os
+import subprocess
 import sys
 from typing import IO
 
@@ -25,7 +26,7 @@ from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.model.env_names import JOB_VARIABLES, MONARCH_NOISE, is_for_hosts
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.world import LaunchError
-from torchx_monarch.system import processes, run_dirs
+from torchx_monarch.system import children, processes, run_dirs
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport import local_addresses, messages
 from torchx_monarch.transport.connections import Address, ConnectError, peer_pid
@@ -110,9 +111,9 @@ class WorkerLoops:
             read, write = os.pipe()
             given.callback(os.close, write)
             reports = owned.enter_context(os.fdopen(read, "rb", 0))
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "torchx_monarch.host.worker_loop_main", str(write)),
-                stdin=asyncio.subprocess.PIPE,
+            child, process = children.start(
+                [sys.executable, "-m", "torchx_monarch.host.worker_loop_main", str(write)],
+                stdin=subprocess.PIPE,
                 stdout=stdout,
                 stderr=stderr,
                 pass_fds=[write],
@@ -120,14 +121,15 @@ class WorkerLoops:
             )
             given.close()
             try:
-                assert process.stdin is not None
-                process.stdin.write(json.dumps(spec).encode() + b"\n")
-                end = await self._follow(reports, address)
-                if end is None:
-                    return f"has ended: its process {describe_code(await process.wait())}", False
-                return str(end["reason"]), end["shut_down"] is True
+                with process:  # whose stdin is closed at the end
+                    assert process.stdin is not None
+                    process.stdin.write(json.dumps(spec).encode() + b"\n")
+                    end = await self._follow(reports, address)
             finally:
-                await self._end(process)
+                code = await self._end(child)
+            if end is None:
+                return f"has ended: its process {describe_code(code)}", False
+            return str(end["reason"]), end["shut_down"] is True
 
     async def _follow(self, pipe: IO[bytes], address: asyncio.Future[str]) -> messages.Message | None:
         """Read what the process of a worker loop reports; return its report of the end, None if there is none."""
@@ -146,17 +148,14 @@ class WorkerLoops:
             transport.close()
         return None
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """Have a worker loop end itself and its actors, and kill it if it does not."""
-        assert process.stdin is not None
-        process.stdin.close()
+    async def _end(self, child: children.Child) -> int:
+        """Wait until a worker loop has ended itself and its actors; kill it if it does not. Return its exit code."""
         try:
-            await asyncio.wait_for(process.wait(), _END_TIMEOUT)
+            return await asyncio.wait_for(child.wait(), _END_TIMEOUT)
         except asyncio.TimeoutError:
-            actors = processes.descendants(process.pid, self._host.environ.get(processes.MARKER, ""))
-            process.kill()
-            processes.kill(actors)
-            await process.wait()
+            actors = processes.descendants(child.pid, self._host.environ.get(processes.MARKER, ""))
+            processes.kill([child.pid, *actors])
+        return await child.wait()
 
 
 class RankRelay:

@@ -21,6 +21,7 @@ from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.process_pool import ProcessPool
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.world import CommandError, LaunchError
+from torchx_monarch.system import processes
 
 if TYPE_CHECKING:
     from torchx_monarch.command.command import Command
@@ -144,7 +145,7 @@ class Workload(abc.ABC):
         except (CommandError, LaunchError) as error:
             reason, code = str(error), 2 if isinstance(error, CommandError) else 1
         except Exception as error:
-            reason, code = repr(error), 1
+            reason, code = f"{error!r}{processes.limit_hint(error)}", 1
         raise host_messages.HostRefused(self._host.name, reason, code)
 
     async def _execute(self, request: host_messages.Request[Any]) -> Any:
@@ -156,6 +157,8 @@ class Workload(abc.ABC):
                 return pool.exits()
             case host_messages.StopRanks():
                 await pool.stop(request.signal, request.grace)
+                if pool.remains:
+                    raise LaunchError(pool.remains)
                 return pool.exits()
             case host_messages.TakeStacks():
                 return await pool.stacks(request.rank, request.save_as)

@@ -25,7 +25,7 @@ from typing import Any
 from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.line_output import LONGEST, LineOutput, LineReader, complete
-from torchx_monarch.system.open_files import hint
+from torchx_monarch.system.processes import limit_hint
 
 STDOUT = "stdout"
 STDERR = "stderr"
@@ -269,7 +269,7 @@ def _chunks(path: str, start: int, below: str | None) -> Iterator[bytes]:
         return
     except OSError as error:
         if start == 0:
-            yield f"[monarch] this log cannot be read: {error}{hint(error)}\n".encode(errors="backslashreplace")
+            yield f"[monarch] this log cannot be read: {error}{limit_hint(error)}\n".encode(errors="backslashreplace")
         return
     with open(fd, "rb") as file:
         file.seek(min(start, os.fstat(fd).st_size))  # a damaged index may have an offset beyond the end

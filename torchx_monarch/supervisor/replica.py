@@ -23,7 +23,7 @@ from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_files
-from torchx_monarch.system import error_files, open_files, processes, safe_files
+from torchx_monarch.system import error_files, processes, safe_files
 from torchx_monarch.system.untrusted_text import one_line
 
 #: The maximum capacity of a pipe of an unprivileged process.
@@ -166,7 +166,7 @@ class Replica:
             )
         except (OSError, ValueError) as e:  # ValueError: a null byte in an argument
             self.final = True
-            self._ended(EXIT_NOT_STARTED, f"replica {self.name} could not be started: {e}{open_files.hint(e)}")
+            self._ended(EXIT_NOT_STARTED, f"replica {self.name} could not be started: {e}{processes.limit_hint(e)}")
             return False
         self.record.pid, self.record.state = process.pid, State.RUNNING
         for stream, pipe in (log_files.STDOUT, process.stdout), (log_files.STDERR, process.stderr):

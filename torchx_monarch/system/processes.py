@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 #: The environment variable that marks every process of an app.
@@ -31,10 +32,13 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _KILL_TIMEOUT = 5.0
+"""Seconds after which a process that has got SIGKILL is given up."""
 
-_OWN_END, _TERM_GRACE = 4.0, 2.0
-"""Seconds for processes that are left behind to end by themselves (``torch_shm_manager``, which removes shared memory,
-takes 2 s), and between SIGTERM and SIGKILL."""
+_TERM_GRACE = 2.0
+"""Seconds between SIGTERM and SIGKILL for processes that are left behind."""
+
+DAEMONS_PATIENCE = 4.0
+"""Seconds for them to end by themselves: ``torch_shm_manager``, which removes shared memory, takes 2 s."""
 
 
 def raise_file_limit() -> tuple[int, int] | None:
@@ -48,6 +52,16 @@ def raise_file_limit() -> tuple[int, int] | None:
         return None
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return soft, hard
+
+
+def limit_hint(error: BaseException) -> str:
+    """Return what to add to an error that a limit on open files or processes has caused; empty for any other error."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EMFILE:
+        return f" (RLIMIT_NOFILE is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}: ulimit -n)"
+    if number == errno.EAGAIN or str(error) == "can't start new thread":  # a RuntimeError
+        return " (the limit of processes: ulimit -u, or pids.max of the container)"
+    return " (the limit of the whole machine, fs.file-max)" if number == errno.ENFILE else ""
 
 
 _inherited: frozenset[ProcessIdentity | None] = frozenset()
@@ -241,10 +255,13 @@ def _living(pid: int) -> Process | None:
     return found if found is not None and found.state not in "ZX" else None
 
 
-def descendants(root: int, job: str, children_of: Callable[[int], list[int]] | None = None) -> list[int]:
+def descendants(
+    root: int, job: str, children_of: Callable[[int], list[int]] | None = None, without: Collection[int] = ()
+) -> list[int]:
     """Return the living descendants of a process, parents before children, without those that belong to another app.
 
     An app that was submitted from inside this one is separate: its supervisor is a descendant, but is left alone.
+    ``without`` are processes that are left out, with their descendants.
     """
     children_of = children_of or _families()
     foreign = MARKER.encode() + b"="
@@ -253,7 +270,7 @@ def descendants(root: int, job: str, children_of: Callable[[int], list[int]] | N
     queue = children_of(root)
     while queue:
         pid = queue.pop(0)
-        if _inherited and identity(pid) in _inherited:
+        if pid in without or (_inherited and identity(pid) in _inherited):
             continue
         markers = [variable for variable in _variables(pid) if variable.startswith(foreign)]
         if markers and own not in markers:
@@ -303,44 +320,43 @@ def is_host(command: Sequence[bytes]) -> bool:
     return False
 
 
-def kill(pids: Iterable[int]) -> None:
-    """Send SIGKILL to each process; ignore those that have ended already."""
+def kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
+    """Send a signal to each process; ignore those that have ended already."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
-def terminate(find: Callable[[], list[int]]) -> Iterator[float]:
-    """Wait until the processes that ``find`` returns have ended by themselves; send SIGTERM to those that do not.
+def end(find: Callable[[], list[int]], patience: float | None) -> Iterator[float]:
+    """End the processes that ``find`` returns, and those that they start meanwhile.
+
+    They have ``patience`` seconds to end by themselves, get SIGTERM, and SIGKILL 2 s later; at once for None.
 
     Yields:
-        Seconds that the caller must wait before it continues. Afterwards it must kill what is left.
+        Seconds that the caller must wait before it continues. In the end those are left that SIGKILL does not end (in
+        an uninterruptible wait, say).
     """
-    for number, patience in ((0, _OWN_END), (signal.SIGTERM, _TERM_GRACE)):
-        until = time.monotonic() + patience
-        for pid in find() if number else ():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
+    stages = () if patience is None else ((0, patience), (signal.SIGTERM, _TERM_GRACE))
+    for number, seconds in (*stages, (signal.SIGKILL, _KILL_TIMEOUT)):
+        until, pause, is_due = time.monotonic() + seconds, 0.001, number != 0
         # Call find() twice: a list of children may miss one child while another leaves the list.
-        while (find() or find()) and time.monotonic() < until:
-            yield 0.02
+        while left := find() or find():
+            if is_due:
+                kill(left, number)
+            is_due = number == signal.SIGKILL
+            if time.monotonic() > until:
+                break
+            yield pause
+            pause = min(2 * pause, 0.02)
+        else:
+            return
 
 
 def kill_until_gone(find: Callable[[], list[int]]) -> list[int]:
-    """Send SIGKILL to what ``find`` returns until it returns nothing: processes may fork while they are being killed.
-
-    Return those still alive after ``_KILL_TIMEOUT`` seconds (in an uninterruptible wait, say).
-    """
-    deadline = time.monotonic() + _KILL_TIMEOUT
-    pause = 0.001
-    # Call find() twice: a list of children may miss one child while another leaves the list.
-    while found := find() or find():
-        kill(found)
-        if time.monotonic() > deadline:
-            return found
+    """Kill what ``find`` returns until it returns nothing; return those still alive after ``_KILL_TIMEOUT`` seconds."""
+    for pause in end(find, None):
         time.sleep(pause)
-        pause = min(pause * 2, 0.02)
-    return []
+    return find()
 
 
 def reap(on_exit: Callable[[int, int], None] = lambda pid, code: None) -> bool:
@@ -353,17 +369,6 @@ def reap(on_exit: Callable[[int, int], None] = lambda pid, code: None) -> bool:
         if pid == 0:
             return True
         on_exit(pid, os.waitstatus_to_exitcode(status))
-
-
-def dead_children() -> set[int]:
-    """Return the children of this process that have ended and have not been collected."""
-    found = (process(pid) for pid in _pids())
-    return {child.pid for child in found if child is not None and child.parent == os.getpid() and child.state in "ZX"}
-
-
-def kill_descendants(job: str) -> list[int]:
-    """Kill and collect all descendants with the app's marker, orphans too; return those alive after 5 seconds."""
-    return kill_until_gone(lambda: own_descendants(job))
 
 
 def own_descendants(job: str) -> list[int]:

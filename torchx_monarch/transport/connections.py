@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING
 
-from torchx_monarch.system import open_files
+from torchx_monarch.system import processes
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.address import Address, AddressError, ConnectError, explain
 
@@ -228,7 +228,7 @@ class Listener:
             try:
                 connection, _ = await loop.sock_accept(self._listening)
             except OSError as error:  # too many open files, or the peer closed the connection before it was accepted
-                if (hint := open_files.hint(error)) and self._say is not None:
+                if (hint := processes.limit_hint(error)) and self._say is not None:
                     self._say(f"hosts and clients wait for their connection: {error.strerror}{hint}")
                     self._say = None
                 self._make_room(0.0)

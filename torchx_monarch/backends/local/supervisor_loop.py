@@ -16,13 +16,14 @@ The rules:
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sched
 import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import IO, ClassVar, cast
 
@@ -73,7 +74,8 @@ class SupervisorLoop:
         """The replicas that have some time to end by themselves before that stop."""
         self._tolerated: set[Replica] = set()
         """Replicas that had failed before the app failed by another one."""
-        self._leftovers: Iterator[float] = processes.terminate(lambda: processes.own_descendants(request.job))
+        self._find_leftovers = functools.partial(processes.own_descendants, request.job)
+        self._leftovers = processes.end(self._find_leftovers, processes.DAEMONS_PATIENCE)
         self._queue: MachineQueue | None = None
         self._is_changed = False
         self._done = False
@@ -371,7 +373,7 @@ class SupervisorLoop:
         asked = self._paths.load_stop()
         grace = self._request.grace if asked is None or asked.grace is None else max(0.0, asked.grace)
         if grace <= 0:
-            self._leftovers = iter(())
+            self._leftovers = processes.end(self._find_leftovers, None)
         if self._outcome is not None:
             self._is_stopping = True
             stop(self._replicas, grace, self.at)
@@ -398,7 +400,7 @@ class SupervisorLoop:
             if status_now.cause and status_now.cause.exit_code is not None:
                 exit_code = job_result.shell_code(status_now.cause.exit_code)
         notes = [message] if message else []
-        if left := processes.kill_descendants(self._request.job):
+        if left := self._find_leftovers():
             notes.append(f"these processes could not be killed: {', '.join(map(str, left))}")
         for replica in self._replicas:
             replica.close_pipes()

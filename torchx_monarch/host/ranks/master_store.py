@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 
 from torchx_monarch.command.torchrun_options import TorchrunOptions
-from torchx_monarch.host.ranks.rank_process import watch_child
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.world import LaunchError
+from torchx_monarch.system.children import Child
 
 _PORT_TIMEOUT = 5.0
 """Seconds to wait for the user's port while the store of an attempt or a run that is ending still has it."""
@@ -99,78 +99,60 @@ class MasterStore:
         Without a store a socket that never listens reserves the port; both it and the program's own store set
         SO_REUSEADDR, so that the store can still bind the port. Returns whether a store is served, too.
         """
-        self.end()
+        self.close()
         until = time.monotonic() + _PORT_TIMEOUT
         while True:
             try:
-                return self._open(endpoint, serves)
+                if serves:
+                    self.current = StoreProcess(endpoint.bind, endpoint.port, self._say)
+                    return self.current.port, True
+                bind = endpoint.bind if endpoint.port or endpoint.option else ""
+                self._reserved = _bound(bind, endpoint.port, reuse=True)
+                return int(self._reserved.getsockname()[1]), False
             except OSError as error:
                 if not endpoint.port or error.errno != errno.EADDRINUSE or time.monotonic() > until:
                     raise endpoint.refusal(error) from None
             await asyncio.sleep(0.1)
 
-    def _open(self, endpoint: MasterEndpoint, serves: bool) -> tuple[int, bool]:
-        if serves:
-            self.current = StoreProcess(endpoint.bind, endpoint.port, self._say)
-            return self.current.port, True
-        self.release()
-        self._reserved = _bound(endpoint.bind if endpoint.port or endpoint.option else "", endpoint.port, reuse=True)
-        return int(self._reserved.getsockname()[1]), False
-
-    def end(self) -> None:
+    def close(self) -> None:
+        """End the store, or release the port that is reserved for the program's own."""
         if self.current is not None:
             self.current.close()
-            self.current = None
-
-    def release(self) -> None:
-        """Release the port that is reserved for the program's own store."""
         if self._reserved is not None:
             self._reserved.close()
-            self._reserved = None
+        self.current = self._reserved = None
 
 
-class StoreProcess:
+class StoreProcess(Child):
     """A process that serves a TCPStore. Its port, any free one for 0, is open before the process begins.
 
     The process runs until it is closed or the host ends: it reads a pipe of which only the host has the write end.
 
     Attributes:
-        pid: 0 before ``begin``.
         address: that on which it listens; empty for all.
-        given: the read end of the pipe, and the socket of the port, which a zygote gives to the process; closed by
-            ``begin`` and ``close``.
+        given: the read end of the pipe, and the socket of the port.
     """
 
     def __init__(self, address: str, port: int, say: Callable[[str], None]) -> None:
-        self.pid = 0
+        super().__init__()
         self.address = address
         self._say = say
         with _bound(address, port, reuse=port != 0) as listener:
             listener.listen(_BACKLOG)
             self.port: int = listener.getsockname()[1]
             read_end, self._lifeline = os.pipe()
-            self.given: tuple[int, ...] = (read_end, listener.detach())
+            self.given = read_end, listener.detach()
         self._closed = False
-
-    def begin(self, pid: int) -> None:
-        """Watch the process, which runs now, as a child of this one."""
-        self.pid = pid
-        self._close_given()
-        watch_child(pid, self._has_ended)
 
     def close(self) -> None:
         """Close the pipe, so that the process exits, and the port if the process has not begun."""
         if not self._closed:
             self._closed = True
             os.close(self._lifeline)
-            self._close_given()
+            self.close_given()
 
-    def _close_given(self) -> None:
-        given, self.given = self.given, ()
-        for descriptor in given:
-            os.close(descriptor)
-
-    def _has_ended(self, code: int) -> None:
+    def end(self, code: int) -> None:
+        super().end(code)
         if not self._closed:
             how = describe_code(code)
             self._say(f"the process of the ranks' TCPStore (pid {self.pid}) {how}; ranks that need it will fail")

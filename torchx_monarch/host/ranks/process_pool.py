@@ -10,16 +10,16 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import os
 import signal
 import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
-from torchx_monarch.host.ranks.rank_process import Rank, end_orphans
+from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.model.job_result import EARLY_FAILURES_WITHIN, RankExit
 from torchx_monarch.system import error_files
+from torchx_monarch.system.children import end_orphans
 from torchx_monarch.system.untrusted_text import one_line
 from torchx_monarch.transport import messages
 
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 _STACKS_TIMEOUT = 3.0
 """Seconds for the processes of a rank to write their stacks, when a client asks for them."""
 
+_KILL_TIMEOUT = 30.0
+"""Seconds for a process to end after SIGKILL: the kernel may have much memory to give back."""
+
 _MAX_LINE = 300
 """Characters of a rank's last output in its exit."""
 
@@ -42,6 +45,7 @@ class ProcessPool:
     Attributes:
         attempt: number of the last attempt that was launched; -1 for none.
         ranks: the processes of that attempt.
+        remains: what of it lives on after ``stop``, and why; empty if nothing does.
 
     Args:
         marker: the value of ``processes.MARKER`` in their environment.
@@ -50,6 +54,7 @@ class ProcessPool:
     def __init__(self, replica: int, hostname: str, marker: str) -> None:
         self.attempt = -1
         self.ranks: list[Rank] = []
+        self.remains = ""
         self._replica = replica
         self._hostname = hostname
         self._marker = marker
@@ -69,18 +74,13 @@ class ProcessPool:
         """
         ranks = self.ranks
         for rank in ranks:
-            rank.process.release()
-        running = {asyncio.ensure_future(rank.process.ended.wait()): rank for rank in ranks}
-        while running:
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            ended = [running.pop(task) for task in done]
-            if failed := [rank for rank in ended if rank.process.returncode != 0]:
-                if running and all(self._exit_of(rank).is_early for rank in failed):
-                    await asyncio.wait(running, timeout=EARLY_FAILURES_WITHIN)
-                for task in running:
-                    task.cancel()
+            rank.release()
+        for end in asyncio.as_completed([rank.wait() for rank in ranks]):
+            if await end:
+                if all(self._exit_of(rank).is_early for rank in ranks if rank.returncode):
+                    await _until_ended(ranks, EARLY_FAILURES_WITHIN)
                 # The controller then stops those of the other hosts, and waits for all.
-                await self._stop_running(ranks, signal.SIGTERM)
+                await self._signal(ranks, signal.SIGTERM)
                 return
         await self._clear_up(ranks)
 
@@ -88,31 +88,27 @@ class ProcessPool:
         """Send a signal to every process, and SIGKILL after ``grace`` seconds; return when all have ended.
 
         End all processes that they have started. One that is already shutting down gets SIGKILL only. Without
-        processes nothing happens.
+        processes nothing happens. ``remains`` says what not even SIGKILL has ended.
         """
         ranks = self.ranks
         self._stops += 1
-        if not ranks:
+        if not ranks or self.remains:
             return
         for rank in ranks:
-            rank.process.release()
-        left = await self._stop_running(ranks, number)
+            rank.release()
+        await self._signal(ranks, number)
+        await _until_ended(ranks, grace)
+        await self._signal(ranks, signal.SIGKILL)
+        await _until_ended(ranks, _KILL_TIMEOUT)
+        left = [rank.pid for rank in ranks if rank.is_running] + await self._clear_up(ranks)
         if left:
-            ends = [asyncio.ensure_future(rank.process.ended.wait()) for rank in left]
-            await asyncio.wait(ends, timeout=grace)
-        if number != signal.SIGKILL:
-            await self._write_evidence(left, signal.SIGKILL)  # where they are at the end of the grace period
-        for rank in left:
-            if rank.is_running:
-                rank.process.kill(signal.SIGKILL)
-        await self._clear_up(ranks)
+            pids = ", ".join(map(str, left))
+            self.remains = f"not even SIGKILL ends pid {pids}, as if it waits inside the kernel for a disk or a device"
 
     def notify(self, number: int) -> None:
         """Send a signal to the processes but not to their process groups; they do not count as stopped."""
         for rank in self.ranks:
-            if rank.is_running:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank.process.pid, number)
+            rank.send(number)
 
     def exits(self) -> list[RankExit]:
         """Return the exits of the processes of this attempt that have ended."""
@@ -149,38 +145,39 @@ class ProcessPool:
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
-    async def _stop_running(self, ranks: Sequence[Rank], number: int) -> list[Rank]:
-        """Signal what still runs, each once unless by SIGKILL; return all that still runs.
+    async def _signal(self, ranks: Sequence[Rank], number: int) -> None:
+        """Send a signal to what still runs; but for SIGKILL, to what has got none before.
 
         Evidence is written before. What a rank does meanwhile, it does after the decision to stop it.
         """
-        left = [rank for rank in ranks if rank.is_running]
-        signalled = [rank for rank in left if not rank.is_signalled or number == signal.SIGKILL]
-        for rank in signalled:
+
+        def due() -> list[Rank]:
+            return [
+                rank
+                for rank in ranks
+                if rank.is_running and (not rank.signal or number == signal.SIGKILL != rank.signal)
+            ]
+
+        for rank in due():
             rank.stopped_at = rank.stopped_at or time.time()
-        await self._write_evidence(signalled, number)
-        for rank in signalled:
-            if rank.is_running and (not rank.is_signalled or number == signal.SIGKILL):
-                rank.is_signalled = True
-                rank.process.kill(number)
-        return [rank for rank in left if rank.is_running]
+        await self._write_evidence(due(), number)
+        for rank in due():
+            rank.signal = number
+            rank.kill(number)
 
     async def _write_evidence(self, ranks: Sequence[Rank], number: int) -> None:
         """Write what explains where processes are, before they get a signal."""
 
-    def _keeps(self) -> Collection[int]:
-        """Return the processes, beside those of ``ranks``, that are no orphans."""
-        return ()
+    async def _clear_up(self, ranks: Sequence[Rank]) -> list[int]:
+        """End the processes that ranks have left behind, and read the output of those that have ended to its end.
 
-    async def _clear_up(self, ranks: Sequence[Rank]) -> None:
-        """End the processes that the ranks, which have ended, have left behind, and read all output to its end."""
-        for rank in ranks:
-            await rank.process.cleared.wait()
+        Return the processes that SIGKILL does not end.
+        """
         async with self._clearing:
-            if ranks is self.ranks:  # otherwise a new attempt has started
-                # Ranks of other hosts may still be shutting down and need the store.
-                await end_orphans(self._marker, self._keeps())
-            await asyncio.gather(*(rank.process.drain() for rank in ranks))
+            # Otherwise a new attempt has started.
+            left = await end_orphans(self._marker, [rank.pid for rank in ranks]) if ranks is self.ranks else []
+            await asyncio.gather(*(rank.drain() for rank in ranks if not rank.is_running))
+        return left
 
     def _reported(self, rank: Rank) -> dict[str, Any]:
         """Return the fields of a rank's exit that the rank has reported."""
@@ -199,20 +196,19 @@ class ProcessPool:
                 error = error_files.read(rank.error_file, limit)
             except error_files.UnreadableError as unreadable:
                 error = {"message": f"its error file is unreadable: {unreadable}"}
-        process = rank.process
-        assert process.returncode is not None
+        assert rank.returncode is not None
         last_line = b""
-        if error is None and process.returncode > 0:
-            last_line = process.stderr.last_line or process.stdout.last_line
-        killed = process.returncode == -signal.SIGKILL and rank.stopped_at is None
+        if error is None and rank.returncode > 0:
+            last_line = rank.stderr.last_line or rank.stdout.last_line
+        killed = rank.returncode == -signal.SIGKILL and rank.stopped_at is None
         exit = RankExit(
             rank=rank.rank,
             local_rank=rank.local_rank,
             replica=self._replica,
             hostname=self._hostname,
-            pid=process.pid,
-            code=process.returncode,
-            time=process.ended_at,
+            pid=rank.pid,
+            code=rank.returncode,
+            time=rank.ended_at,
             stopped_at=rank.stopped_at,
             stderr_path=str(rank.directory / "stderr.log") if rank.directory else "",
             error=error,
@@ -223,5 +219,11 @@ class ProcessPool:
         )
         if exit.failed and rank.stopped_at is not None and exit.code < 0:
             # The signal hit an interpreter that was exiting; after an exception, its exit code would have been 1.
-            return dataclasses.replace(exit, code=self._failure_code(process.pid))
+            return dataclasses.replace(exit, code=self._failure_code(rank.pid))
         return exit
+
+
+async def _until_ended(ranks: Sequence[Rank], timeout: float) -> None:
+    """Wait until the processes of ranks have ended, at most so many seconds."""
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(asyncio.gather(*(rank.wait() for rank in ranks)), timeout)

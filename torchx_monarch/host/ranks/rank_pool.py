@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
@@ -14,7 +14,7 @@ from torchx_monarch.host.ranks.master_store import MasterEndpoint
 from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
 from torchx_monarch.host.ranks.process_pool import ProcessPool
 from torchx_monarch.host.ranks.rank_logs import RankLogs
-from torchx_monarch.host.ranks.rank_process import Rank, RankProcess
+from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.host.ranks.rank_samples import prepare_progress, read_progress, take_samples
 from torchx_monarch.host.ranks.rank_starter import RankStarter
 from torchx_monarch.host.ranks.run_spec import rank_environment
@@ -23,7 +23,7 @@ from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.model.env_names import INTERFACE, THIS_JOB
 from torchx_monarch.model.world import LaunchError, World
-from torchx_monarch.system import open_files, processes, run_dirs
+from torchx_monarch.system import processes, run_dirs
 
 _COLLECTIVES_TIMEOUT = 1.0
 """Seconds for a rank to tell the state of its collectives. It takes milliseconds, unless it is stopped or holds the
@@ -69,18 +69,17 @@ class RankPool(ProcessPool):
             raise LaunchError(f"cannot make the pipe of torch's timers: {error.strerror}: {path}") from None
 
     def close(self) -> None:
-        """End the timers and release the reserved port; ranks run on."""
+        """End the timers and the store, or release the port that is reserved for one; ranks run on."""
         if self._timers is not None:
             self._timers.close()
             self._timers = None
-        self.starter.store.release()
+        self.starter.store.close()
 
     def retire(self) -> None:
-        """Close the pool, and the store of its ranks, at the end of its run."""
+        """Close the pool at the end of its run."""
         self.close()
         self.ranks = []
         self._is_retired = True
-        self.starter.store.end()
 
     # -- an attempt ----------------------------------------------------------------------------------------------------
 
@@ -89,14 +88,14 @@ class RankPool(ProcessPool):
         endpoint = await MasterEndpoint.create(self.run.command.options, bind, advertised, hosts)
         port, served = await self.starter.open_store(endpoint)
         if self._is_retired:  # the run has ended meanwhile
-            self.starter.store.end()
+            self.starter.store.close()
         return endpoint.address, port, served
 
     async def launch(self, world: World) -> list[int]:
         """Start the program of each rank of an attempt; return the process ids, in the order of local ranks."""
         store = self.starter.store
         if store.current is not None and store.current.port != world.master_port:
-            store.end()  # the ranks meet on another host
+            store.close()  # the ranks meet on another host
         if self._timers is not None:
             self._timers.clear()
         stops = self._stops
@@ -107,30 +106,29 @@ class RankPool(ProcessPool):
             with contextlib.ExitStack() as unstarted:
                 ranks = [self._assign(world, local_rank, unstarted) for local_rank in range(self.starter.count)]
                 if ranks:
-                    await self.starter.start([(rank.process, self._describe(world, rank)) for rank in ranks])
+                    await self.starter.start([(rank, self._describe(world, rank)) for rank in ranks])
                 unstarted.pop_all()
         except OSError as error:
-            where = f": {error.filename}" if error.filename else ""
-            reason = f"cannot write the ranks' logs: {error.strerror}{where}{open_files.hint(error)}"
-            raise LaunchError(reason) from None
+            what = f"write the ranks' logs in {error.filename}" if error.filename else "start the ranks"
+            raise LaunchError(f"cannot {what}: {error.strerror}{processes.limit_hint(error)}") from None
         except ValueError as error:
             raise LaunchError(str(error)) from None
         if stops != self._stops:
             for rank in ranks:
-                rank.process.discard()
+                rank.discard()
             raise LaunchError("the ranks were stopped while they were started")
         self.ranks, self.attempt = ranks, world.attempt
-        self._recorders.expect({rank.process.pid: rank.directory for rank in ranks})
+        self._recorders.expect({rank.pid: rank.directory for rank in ranks})
         self._memory = OutOfMemory()
-        return [rank.process.pid for rank in ranks]
+        return [rank.pid for rank in ranks]
 
     async def collectives(self) -> list[RankCollectives]:
         """Return the state of the collectives of the ranks that run now."""
         ranks = self.ranks
-        running = [rank.process.pid for rank in ranks if rank.is_running]
+        running = [rank.pid for rank in ranks if rank.is_running]
         answers = await self._recorders.status(running, _COLLECTIVES_TIMEOUT)
         now = time.time()
-        return [RankCollectives(rank.rank, now, answers.get(rank.process.pid)) for rank in ranks if rank.is_running]
+        return [RankCollectives(rank.rank, now, answers.get(rank.pid)) for rank in ranks if rank.is_running]
 
     async def samples(self) -> list[RankSample]:
         return await take_samples(self.ranks, self._replica, self._hostname, self._marker, self._recorders)
@@ -139,17 +137,17 @@ class RankPool(ProcessPool):
         """Write stacks and last collectives of ranks into the folder of their attempt, before they get a signal."""
         running = [rank for rank in ranks if rank.is_running]
         if running and running[0].directory is not None:
-            collecting = asyncio.ensure_future(self._recorders.collect([rank.process.pid for rank in running]))
+            collecting = asyncio.ensure_future(self._recorders.collect([rank.pid for rank in running]))
             await self._stacks.write_before(number, running, running[0].directory.parent)
             await collecting
 
     def _assign(self, world: World, local_rank: int, unstarted: contextlib.ExitStack) -> Rank:
-        rank = world.first_rank(self._replica) + local_rank
-        process = RankProcess(self._on_first_output)
-        unstarted.callback(process.discard)
-        directory = self._logs.attach(process.stdout, process.stderr, world.log_attempt, rank, local_rank)
-        error_file = str(directory / "error.json") if directory is not None else ""
-        return Rank(process, rank, local_rank, directory, world.attempt, error_file)
+        number = world.first_rank(self._replica) + local_rank
+        rank = Rank(number, local_rank, self._on_first_output, world.attempt)
+        unstarted.callback(rank.discard)
+        rank.directory = self._logs.attach(rank.stdout, rank.stderr, world.log_attempt, number, local_rank)
+        rank.error_file = str(rank.directory / "error.json") if rank.directory is not None else ""
+        return rank
 
     def _describe(self, world: World, rank: Rank) -> dict[str, Any]:
         run, program, local_rank = self.run, self.run.command.program_of(rank.local_rank), rank.local_rank
@@ -175,11 +173,8 @@ class RankPool(ProcessPool):
             "breakpoints": self._attach_socket,
         }
 
-    def _keeps(self) -> Collection[int]:
-        return self.starter.pids
-
     def _reported(self, rank: Rank) -> dict[str, Any]:
-        pid, progress = rank.process.pid, read_progress(rank.directory, is_end=True)
+        pid, progress = rank.pid, read_progress(rank.directory, is_end=True)
         failure = self._recorders.failed.get(pid)
         return {
             "timer": self._timers.expired.get(pid, "") if self._timers else "",

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from typing import IO
 from torchx_monarch.host.ranks.rank_main import OWN_FILES
 from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.insight.profile import RankProfile, parse_collapsed
+from torchx_monarch.system import children
 from torchx_monarch.system.untrusted_text import one_line
 
 _RATE = 100
@@ -38,7 +40,7 @@ async def profile(ranks: Sequence[Rank], replica: int, seconds: float, idle: boo
     Args:
         idle: whether threads that wait are sampled, too.
     """
-    running = [RankProfile(rank.rank, replica, rank.process.pid) for rank in ranks if rank.is_running]
+    running = [RankProfile(rank.rank, replica, rank.pid) for rank in ranks if rank.is_running]
     limit = _MAX_SIZE_OF_HOST // max(1, len(running))
     return await asyncio.gather(*(_sampled(rank, seconds, idle, limit) for rank in running))
 
@@ -51,8 +53,8 @@ async def _sampled(rank: RankProfile, seconds: float, idle: bool, limit: int) ->
             # Files without a name: what py-spy prints may be long, and nobody reads it meanwhile.
             samples, said = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
             options += ["--nonblocking", "--full-filenames", "--output", f"/proc/self/fd/{samples.fileno()}"]
-            process = await asyncio.create_subprocess_exec(
-                *(_py_spy(), "record", "--pid", str(rank.pid), "--format", "raw", *options),
+            process, _ = children.start(
+                [_py_spy(), "record", "--pid", str(rank.pid), "--format", "raw", *options],
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
@@ -65,9 +67,7 @@ async def _sampled(rank: RankProfile, seconds: float, idle: bool, limit: int) ->
         except asyncio.TimeoutError:
             return replace(rank, problem=f"py-spy has not ended {_MARGIN:g} s after the time was over")
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+            process.send(signal.SIGKILL)
         text = await asyncio.to_thread(_text, samples)
         if found := await asyncio.to_thread(parse_collapsed, text, limit, OWN_FILES):  # megabytes
             return replace(rank, samples=found)

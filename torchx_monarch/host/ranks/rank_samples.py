@@ -40,15 +40,14 @@ async def take_samples(
     ranks: Sequence[Rank], replica: int, hostname: str, marker: str, recorders: FlightRecorders | None
 ) -> list[RankSample]:
     """Return a sample of each rank, also of those that have ended. Nothing is measured between two calls."""
-    running = [rank.process.pid for rank in ranks if rank.is_running]
+    running = [rank.pid for rank in ranks if rank.is_running]
 
     def measure() -> list[RankSample]:
         children = processes.children()
         families = {pid: [pid, *processes.descendants(pid, marker, children)] for pid in running}
         devices = device_use(families)
         return [
-            _sample(rank, replica, hostname, families.get(rank.process.pid, []), devices.get(rank.process.pid, ()))
-            for rank in ranks
+            _sample(rank, replica, hostname, families.get(rank.pid, []), devices.get(rank.pid, ())) for rank in ranks
         ]
 
     asking = None if recorders is None else asyncio.ensure_future(recorders.status(running, _TIMEOUT))
@@ -65,16 +64,16 @@ def _sample(
     rank: Rank, replica: int, hostname: str, family: Sequence[int], devices: tuple[DeviceUse, ...]
 ) -> RankSample:
     """Return the sample of a rank without its groups; its family is empty if it has ended."""
-    process, status = rank.process, process_status.status(rank.process.pid) if family else None
+    status = process_status.status(rank.pid) if family else None
     uses = [use for pid in family if (use := processes.process(pid)) is not None]
-    last = max(process.stdout, process.stderr, key=lambda output: output.last_at)
+    last = max(rank.stdout, rank.stderr, key=lambda output: output.last_at)
     return RankSample(
         time=time.time(),
         rank=rank.rank,
         local_rank=rank.local_rank,
         replica=replica,
         host=hostname,
-        pid=process.pid,
+        pid=rank.pid,
         attempt=rank.attempt,
         state="ended" if status is None else _STATES.get(status.state, "running"),
         started=rank.started,

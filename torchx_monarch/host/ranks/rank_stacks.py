@@ -102,8 +102,8 @@ class _Taker:
     def __init__(self, rank: Rank, replica: int, until: float, limit: int) -> None:
         self._rank = rank.rank
         self._replica = replica
-        self._pid = rank.process.pid
-        self._file, self._lock = rank.process.stacks, rank.process.stacks_lock
+        self._pid = rank.pid
+        self._file, self._lock = rank.stacks, rank.stacks_lock
         self._until = until
         self._limit = limit
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchx_monarch.host.ranks.master_store import MasterEndpoint, MasterStore
-from torchx_monarch.host.ranks.rank_process import RankProcess
+from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.ranks.zygote import Zygote, ZygoteError, Zygotes
 from torchx_monarch.model.world import LaunchError
@@ -43,12 +43,6 @@ class RankStarter:
         self._is_lost = False
         """Whether a zygote has ended while it imported the modules: another would end as well."""
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the zygotes and the store."""
-        store = self.store.current
-        return [*self._zygotes.pids, *([store.pid] if store is not None and store.pid else [])]
-
     async def prepare(self, nproc: str) -> int:
         """Start the zygote; return the number of ranks while it imports its modules.
 
@@ -78,7 +72,7 @@ class RankStarter:
         zygote = await self.importer()
         return await self.store.open(endpoint, zygote is not None and (await zygote.imports())["serves_store"])
 
-    async def start(self, ranks: Sequence[tuple[RankProcess, Mapping[str, Any]]]) -> None:
+    async def start(self, ranks: Sequence[tuple[Rank, Mapping[str, Any]]]) -> None:
         """Start the processes of all ranks of an attempt, and that of the store whose port has been opened.
 
         By local rank, a description has what ``zygote_main`` says, but for ``python`` and ``cpus``.
@@ -98,7 +92,7 @@ class RankStarter:
             raise LaunchError(f"cannot start {failure}")
 
     async def _fork(
-        self, zygote: Zygote, ranks: Sequence[tuple[RankProcess, Mapping[str, Any]]], importer: Zygote | None
+        self, zygote: Zygote, ranks: Sequence[tuple[Rank, Mapping[str, Any]]], importer: Zygote | None
     ) -> str:
         """Fork the ranks and the store whose port is open, which only the importer can serve (see ``Zygote.fork``)."""
         current = self.store.current

@@ -8,20 +8,20 @@ import contextlib
 import json
 import os
 import resource
+import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import IO, Any
 
 from torchx_monarch.host.ranks.leading_statements import source_path
 from torchx_monarch.host.ranks.master_store import StoreProcess
-from torchx_monarch.host.ranks.rank_process import RankProcess
+from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.world import LaunchError
-from torchx_monarch.system import open_files, processes
+from torchx_monarch.system import children, processes
 
 _IMPORT_TIMEOUT = 600.0
 """Seconds within which a zygote must have imported its modules, from a file system as slow as it may be."""
@@ -41,13 +41,13 @@ class ZygoteError(LaunchError):
     """Raised when a zygote has ended or does not answer; the message gives the reason."""
 
 
-class Zygote:
-    """Represent one zygote, a child of the host process. Use from the main thread only (see ``RankProcess``).
+class Zygote(children.Child):
+    """Represent one zygote, which executes one order after the other.
 
-    Its coroutines raise ``ZygoteError`` if the zygote has ended or does not answer, or its host has ended it.
+    Its coroutines raise ``ZygoteError`` if the zygote has ended or does not answer. Only ``imports`` may be cancelled:
+    the answer to another order would be taken for that to the next.
 
     Attributes:
-        pid: process id.
         signature: equal for runs whose ranks can be forks of this zygote (``RunSpec.signature``).
         ready: whether it runs and has imported its modules.
         is_led: whether it executes the leading statements of a program, too.
@@ -55,33 +55,26 @@ class Zygote:
     """
 
     def __init__(self, started: ZygoteProcess, files: tuple[int, int] | None, say: Callable[[str], None]) -> None:
-        self.signature = started.signature
+        super().__init__()
+        self.begin(started.process.pid)
+        self.signature: object = started.signature
         self.imported: tuple[float, ...] = ()
-        self._started = started
-        self._process, self._channel = started.process, started.channel
+        self._started = started.started
+        self._channel = started.channel
         self._channel.setblocking(False)
         if files is not None:
             with contextlib.suppress(ProcessLookupError):
                 resource.prlimit(self.pid, resource.RLIMIT_NOFILE, files)
-        assert self._process.stdout is not None
-        self._showing = asyncio.ensure_future(_show_output(self._process.stdout, say))
+        assert started.process.stdout is not None
+        self._showing = asyncio.ensure_future(_show_output(started.process.stdout, say))
         self._asking = asyncio.Lock()
-        self._exchanges: set[asyncio.Future[dict[str, Any]]] = set()
         self.is_led = False
         self._importing: asyncio.Future[dict[str, Any]]
         self._import(self._ask("import", b"", (), _IMPORT_TIMEOUT))
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def ended(self) -> bool:
-        return self._process.poll() is not None
-
-    @property
     def ready(self) -> bool:
-        return self._importing.done() and not self.ended
+        return self._importing.done() and self.is_running
 
     def _import(self, answering: Coroutine[Any, Any, dict[str, Any]]) -> None:
         self._importing = asyncio.ensure_future(answering)
@@ -118,13 +111,7 @@ class Zygote:
 
     async def imports(self) -> dict[str, Any]:
         """Wait for the import of the modules; return the answer (see ``zygote_main``)."""
-        importing = self._importing  # ``lead`` may replace it meanwhile
-        try:
-            answer = await asyncio.shield(importing)
-        except asyncio.CancelledError:
-            if importing.cancelled():
-                raise ZygoteError(f"the zygote (pid {self.pid}) is not needed any more") from None
-            raise
+        answer = await asyncio.shield(self._importing)
         if "error" in answer:
             raise ZygoteError(f"the zygote (pid {self.pid}) has failed: {answer['error']}")
         return answer
@@ -134,7 +121,7 @@ class Zygote:
         await self.imports()
         return await self._ask(order["op"], json.dumps(order).encode() + b"\n", passed, _ORDER_TIMEOUT)
 
-    async def fork(self, processes: Sequence[tuple[RankProcess | StoreProcess, Mapping[str, Any]]]) -> str:
+    async def fork(self, processes: Sequence[tuple[Rank | StoreProcess, Mapping[str, Any]]]) -> str:
         """Start processes that have not begun, with their descriptions (see ``zygote_main``).
 
         Returns:
@@ -167,57 +154,42 @@ class Zygote:
         return ""
 
     def close(self) -> None:
-        """End the zygote; its forks run on."""
-        self._importing.cancel()
-        for exchange in list(self._exchanges):
-            exchange.cancel()
-        self._end()
-
-    def _end(self) -> None:
+        """End the zygote, which fits no run from now on; its forks run on."""
+        self.signature = None
         self._showing.cancel()
-        self._started.end()
+        self.send(signal.SIGKILL)
+        if not self._asking.locked():  # else whoever waits for an answer finds the end of the channel, and closes it
+            self._channel.close()
 
     def _set_imported(self, _: object) -> None:
-        self.imported = (self._started.started, time.time())
+        self.imported = (self._started, time.time())
 
     async def _ask(self, op: str, line: bytes, passed: Sequence[int], timeout: float) -> dict[str, Any]:
         """Send the line of an order, if it has not been sent, and wait for the answer."""
-        held = [os.dup(descriptor) for descriptor in passed]
-        # A caller that is cancelled must not leave the answer for the next order.
-        exchange = asyncio.ensure_future(self._exchange(op, line, held, timeout))
-        self._exchanges.add(exchange)
-        exchange.add_done_callback(self._exchanges.discard)
-        exchange.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(exchange)
-
-    async def _exchange(self, op: str, line: bytes, held: Sequence[int], timeout: float) -> dict[str, Any]:
-        answer = None
         try:
             async with self._asking:
-                answer = await self._send_and_receive(line, held, timeout)
+                try:
+                    return await self._send_and_receive(line, passed, timeout)
+                except BaseException:
+                    self._channel.close()
+                    raise
         except asyncio.TimeoutError:
-            self._end()  # its state is unknown
-            raise ZygoteError(f"the zygote (pid {self.pid}) has not answered {op!r} for {timeout:g} s") from None
-        except OSError:
-            pass  # it has ended
-        finally:
-            for descriptor in held:
-                os.close(descriptor)
-        if answer is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)  # it is ending: its end of the channel is closed
-            self._end()
-            raise ZygoteError(f"the zygote (pid {self.pid}) {describe_code(self._process.returncode)}")
-        return answer
+            why = f"has not answered {op!r} for {timeout:g} s"  # its state is unknown
+        except (OSError, EOFError):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.wait(), 1.0)  # it is ending: its end of the channel is closed
+            why = "has closed its channel" if self.returncode is None else describe_code(self.returncode)
+        self.close()
+        raise ZygoteError(f"the zygote (pid {self.pid}) {why}")
 
-    async def _send_and_receive(self, line: bytes, passed: Sequence[int], timeout: float) -> dict[str, Any] | None:
+    async def _send_and_receive(self, line: bytes, passed: Sequence[int], timeout: float) -> dict[str, Any]:
         loop, buffer = asyncio.get_running_loop(), b""
         sent = socket.send_fds(self._channel, [line], passed) if passed else 0
         await asyncio.wait_for(loop.sock_sendall(self._channel, line[sent:]), timeout)
         while not buffer.endswith(b"\n"):
             data = await asyncio.wait_for(loop.sock_recv(self._channel, 65536), timeout)
             if not data:
-                return None
+                raise EOFError
             buffer += data
         answer: dict[str, Any] = json.loads(buffer)
         return answer
@@ -237,10 +209,6 @@ class Zygotes:
     def ready(self) -> bool:
         return any(zygote.ready for zygote in self._zygotes)
 
-    @property
-    def pids(self) -> list[int]:
-        return [zygote.pid for zygote in self._zygotes]
-
     def fitting(self, run: RunSpec, count: int) -> Zygote:
         """Return a zygote for a run of a number of ranks on this host; start one if there is none, or if it has ended.
 
@@ -248,7 +216,7 @@ class Zygotes:
             LaunchError: it cannot be started.
         """
         signature = run.signature(count)
-        running = (zygote for zygote in self._zygotes if zygote.signature == signature and not zygote.ended)
+        running = (zygote for zygote in self._zygotes if zygote.signature == signature and zygote.is_running)
         found = next(running, None)
         if found is None and run.leading:
             found = self.fitting(run.without_leading(), count)
@@ -257,10 +225,10 @@ class Zygotes:
             zygote = found or Zygote(self._start(run, count), self._limits[0], self._say)
         except OSError as error:
             python = run.zygote_command()[0]
-            reason = f"cannot start the Python interpreter {python!r}: {error.strerror}{open_files.hint(error)}"
+            reason = f"cannot start the Python interpreter {python!r}: {error.strerror}{processes.limit_hint(error)}"
             raise LaunchError(reason) from None
         others = [other for other in self._zygotes if other is not zygote]
-        newest = [other for other in others if not other.ended][1 - _MAX_ZYGOTES :]
+        newest = [other for other in others if other.is_running][1 - _MAX_ZYGOTES :]
         for other in others:
             if other not in newest:
                 other.close()
@@ -272,8 +240,8 @@ class Zygotes:
         if early is not None and early.signature == run.signature(count):
             return early
         if early is not None:
-            with early.process:  # closes its output, too
-                early.end()
+            with early.process, early.channel:  # closes its output, too
+                children.own(early.process.pid).send(signal.SIGKILL)
         return ZygoteProcess(run, count, self._limits[1])
 
 

@@ -56,17 +56,11 @@ class ZygoteProcess:
             except OSError:
                 self.channel.close()
                 raise
+        self.process.returncode = 0  # without this, it would wait for the process, which ``Zygote`` owns
         mode, target = (program.mode, program.target) if is_program_known else ("exec", "")
         order = {"op": "import", "mode": mode, "target": target, "modules": run.preload}
         with contextlib.suppress(OSError):  # it has ended, which the next reader of the channel learns
             self.channel.sendall(json.dumps(order).encode() + b"\n")
-
-    def end(self) -> None:
-        """End the process. Who shows its output closes that."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        self.process.wait()
-        self.channel.close()
 
 
 def start_early(options: HostSpec, environ: Mapping[str, str]) -> ZygoteProcess | None:
