@@ -45,7 +45,11 @@ def main(argv: list[str]) -> NoReturn:
 
     gc.enable()
     gc.set_threshold(50_000)  # by Python's 700, they take a tenth of the time in which replica 0 registers 4,096 hosts
-    HostProcess(options, os.environ, choose).main()
+    try:
+        host = HostProcess(options, os.environ, choose)
+    except OSError as error:
+        sys.exit(f"[monarch] host {options.replica} cannot start: {error}{processes.limit_hint(error)}")
+    host.main()
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class Reporter:
     ) -> None:
         self._console = console
         self._events_path = events_path
-        self._events_writer = WriterThread()
+        self._events_writer = WriterThread() if events_path else None
         self._role = role
         self._termination_log = termination_log
         self.rank_restarts = 0
@@ -126,7 +126,7 @@ class Reporter:
         self._console.write(self, f"[monarch] {text}\n".encode())
 
     def _event(self, kind: str, text: str, seconds: float | None, fields: dict[str, object]) -> None:
-        if self._events_path:
+        if self._events_path and self._events_writer is not None:
             more = {"time": time.time(), "role": self._role, **fields}
             append = functools.partial(events.append, self._events_path, kind, one_line(text), seconds=seconds, **more)
             self._events_writer.call(append)

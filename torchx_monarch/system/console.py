@@ -6,6 +6,7 @@ The event loop of a host never waits for a disk or for the reader of a pipe: oth
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import threading
@@ -34,7 +35,7 @@ def write_all(fd: int, data: bytes) -> bool:
 class WriterThread:
     """Execute writes in a thread of their own, one after the other.
 
-    The thread starts with the first write. Data that cannot be written is lost: see ``write_all``.
+    Data that cannot be written is lost: see ``write_all``. OSError says that the thread cannot be started.
     """
 
     _unfinished = 0
@@ -44,6 +45,10 @@ class WriterThread:
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "writer")
+        try:
+            self._executor.submit(int)  # starts the thread, so that no later write can fail
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, str(error)) from None
         self._pending = 0
         self._waiting: list[Callable[[], None]] = []
 

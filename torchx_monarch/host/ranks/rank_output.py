@@ -67,7 +67,7 @@ class OutputPipe:
         self._end = b"\n" if ends_lines else b""
         self._is_released = False
         self._file: int | None = None
-        self._writer = WriterThread()
+        self._writer: WriterThread | None = None
         self._writers: list[WriterThread | RunOutput] = []
         self._console: Console | None = None
         self._sinks: Sequence[FilteredFile | RunOutputSink] = ()
@@ -87,12 +87,13 @@ class OutputPipe:
     ) -> None:
         """Set the destinations, before ``release``: a log file, which is appended to, and the host's output.
 
-        ``sinks`` get what ``console`` gets, and are closed at the end. OSError says that the file cannot be opened, or
-        belongs to another user.
+        ``sinks`` get what ``console`` gets, and are closed at the end. OSError says that the file cannot be opened or
+        belongs to another user, or that no more threads can be started.
         """
         if path is not None:
-            self._file = safe_files.open_log(path)
+            self._writer = WriterThread()
             self._writers.append(self._writer)
+            self._file = safe_files.open_log(path)
         if console is not None:
             self._writers += [console.writer, *(writer for sink in sinks for writer in sink.writers)]
         self._console = console
@@ -134,7 +135,7 @@ class OutputPipe:
             self._drawing.cancel()
         for sink in self._sinks:
             sink.close()
-        if self._file is not None:
+        if self._writer is not None and self._file is not None:
             self._writer.close(self._file)
 
     def _readable(self) -> None:
@@ -169,7 +170,7 @@ class OutputPipe:
             self._on_first = None
         self.last_at = time.time()
         self._last = (self._last + data[-_LAST:])[-_LAST:]
-        if self._file is not None:
+        if self._writer is not None and self._file is not None:
             self._writer.write(self._file, data)  # a full disk loses log lines, never the job
         if self._console is None:
             return
