@@ -106,8 +106,8 @@ class Job(JobHosts):
         self.log += [list(self.members.attempt)] if isinstance(request, BeginRun) else []
         answers: dict[type[Request[Any]], Any] = {BeginRun: BEGUN, LaunchRanks: Launched((7,))}
         if type(request) in answers:
-            for host in self.present:
-                yield host.replica, answers[type(request)]
+            for replica in self.members.attempt:
+                yield replica, answers[type(request)]
         if isinstance(request, WatchRanks):
             step = self._attempts.pop(0)
             if isinstance(step, Interrupted):
@@ -248,7 +248,7 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
         job.reporter = Reporter(Console(2), str(recorded), "trainer")
         job.members.form(job.members.able)
         attempts = job.attempts()
-        assert await attempts.run(job.present, {0: BEGUN, 1: BEGUN}) == JobResult(0, "all 2 ranks ended with code 0")
+        assert (await attempts.run(job.members.able, {0: BEGUN, 1: BEGUN})).reason == "all 2 ranks ended with code 0"
         attempts.hosts_changed(joined=True)
         assert attempts.current.number == 1
         await attempts.stop(15)

@@ -158,9 +158,9 @@ def test_a_late_answer_to_a_request_that_was_given_up_ends_nothing(tmp_path: Pat
     """The answers of a host to an attempt that another host's loss has ended are of no later attempt."""
 
     async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
-        with hosts.call(WatchRanks(), hosts=[HOSTS[1]]) as given_up:
+        with hosts.call(WatchRanks(), replicas=[1]) as given_up:
             pass
-        with hosts.call(WatchRanks(), hosts=[HOSTS[1]]) as present:
+        with hosts.call(WatchRanks(), replicas=[1]) as present:
             hosts._receive(1, {"type": "answer", "id": given_up.number, "answer": []})
             assert present.answers.empty() and given_up.answers.empty()
             hosts._receive(1, {"type": "answer", "id": present.number, "answer": []})

@@ -67,24 +67,19 @@ class JobHosts:
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
         members.on_answer, members.on_lost = self._receive, self._drop
 
-    @property
-    def present(self) -> list[Registration]:
-        """The hosts, in the order of their node ranks; empty before the first attempt."""
-        return list(self.members.attempt.values())
-
     async def ask_own(self, request: Request[AnswerT], timeout: float) -> AnswerT:
         """Send a request to replica 0's own host alone, and return the answer (see ``ask``)."""
-        return [answer async for _, answer in self.ask(request, timeout, self.present[:1])][0]
+        return [answer async for _, answer in self.ask(request, timeout, [0])][0]
 
     async def ask_host(self, request: Request[AnswerT], host: Registration) -> AnswerT:
         """Send a request to one host and return the answer, whatever events are pending; raise its ``HostError``."""
-        with self.call(request, hosts=[host]) as call:
+        with self.call(request, replicas=[host.replica]) as call:
             return await call.answer()
 
     async def ask(
-        self, request: Request[AnswerT], timeout: float | None = None, hosts: Sequence[Registration] | None = None
+        self, request: Request[AnswerT], timeout: float | None = None, replicas: Sequence[int] = ()
     ) -> AsyncGenerator[tuple[int, AnswerT], None]:
-        """Send a request to every host, or some with replica 0's own first; yield the answers as they arrive.
+        """Send a request to every host, or to those of some replicas; yield the answers as they arrive.
 
         ``timeout`` is for all answers; None for no limit: the leases of the hosts limit the wait for lost ones.
 
@@ -92,7 +87,7 @@ class JobHosts:
             Interrupted: an event is pending, a host is lost, or not all hosts answer in time.
             HostRefused: a host refused the request.
         """
-        with self.call(request, timeout, hosts) as call:
+        with self.call(request, timeout, replicas) as call:
             for _ in range(len(call.waiting)):
                 try:
                     replica, answer = await self.events.interrupt(call.next())
@@ -115,14 +110,14 @@ class JobHosts:
         if not self.members.are_together:
             raise HostError("the hosts are not together")
         with self.call(request) as call:
-            return [await call.answer() for _ in self.present]
+            return [await call.answer() for _ in range(len(self.members.attempt))]
 
     async def collect(self, request: Request[AnswerT], timeout: float) -> tuple[dict[int, AnswerT], dict[int, str]]:
         """Send a request to every host; return the answers, and why a host has not answered, by replica."""
         answers: dict[int, AnswerT] = {}
         missing: dict[int, str] = {}
         with self.call(request, timeout) as call, contextlib.suppress(asyncio.TimeoutError):
-            for _ in self.present:
+            for _ in range(len(self.members.attempt)):
                 replica, answer = await call.next()
                 if isinstance(answer, HostError):
                     missing[replica] = answer.reason if isinstance(answer, HostRefused) else str(answer)
@@ -166,13 +161,13 @@ class JobHosts:
 
     @contextlib.contextmanager
     def call(
-        self, request: Request[AnswerT], timeout: float | None = None, hosts: Sequence[Registration] | None = None
+        self, request: Request[AnswerT], timeout: float | None = None, replicas: Sequence[int] = ()
     ) -> Iterator[HostCall[AnswerT]]:
         """Send a request as ``ask`` does; its answers arrive within the context, whose end cancels what is missing.
 
         This does not wait: a host that reads slowly delays no other.
         """
-        call = HostCall(next(self._numbers), request, [host.replica for host in hosts or self.present], timeout)
+        call = HostCall(next(self._numbers), request, replicas or self.members.attempt, timeout)
         self._calls[call.number] = call
 
         async def ask_own() -> None:

@@ -16,20 +16,21 @@ _LINE = 600
 
 
 class Preflight:
-    """Compare the hosts of a run, once for each set of hosts."""
+    """Compare the hosts of a run, once for each set of hosts (see ``Attempts.run``)."""
 
     def __init__(self, hosts: JobHosts) -> None:
         self._mode = hosts.options.spec.preflight
         self._hosts = hosts
         self._reporter = hosts.reporter
-        self._compared = 0  # the last formation whose hosts were compared
+        self._reports_differences = True
 
     async def check(self, hosts: list[Registration]) -> str:
-        """Check the hosts, unless these have been checked; return why the run must not start, empty if it may.
+        """Check the hosts; return why the run must not start, empty if it may.
 
         It raises the errors of ``JobHosts.ask``.
         """
-        if self._mode == "off" or not self._are_new():
+        self._reports_differences = self._mode == "off"
+        if self._mode == "off":
             return ""
         began = time.monotonic()
 
@@ -48,13 +49,10 @@ class Preflight:
         return f"pre-flight: {problems[0]}{more}"
 
     def report_differences(self, hosts: list[Registration], facts: Mapping[int, HostFacts]) -> None:
-        """Report how hosts differ whose ranks have started, once for each set of hosts; not if they were checked."""
-        if self._mode == "off" and self._are_new() and (found := list(_compare_hosts(hosts, facts))):
+        """Report how hosts differ whose ranks have started, once after ``check``; not if that has compared them."""
+        if self._reports_differences and (found := list(_compare_hosts(hosts, facts))):
             self._reporter.report("differences", one_line(f"hosts differ: {'; '.join(found)}", _LINE))
-
-    def _are_new(self) -> bool:
-        before, self._compared = self._compared, self._hosts.members.formation
-        return self._compared != before
+        self._reports_differences = False
 
 
 def _compare_hosts(hosts: Sequence[Registration], facts: Mapping[int, HostFacts]) -> Iterator[str]:

@@ -83,7 +83,7 @@ class HostQueries:
         await self._answer("samples", SampleRanks(), _TIMEOUT, peer)
 
     async def _answer(self, kind: str, request: Request[Any], timeout: float, peer: Peer) -> None:
-        if not self._hosts.present:
+        if not self._hosts.members.attempt:
             raise RendezvousError("there are no ranks yet: the hosts are not together")
         answers, missing = await self._hosts.collect(request, timeout)
         for replica, found in answers.items():

@@ -53,10 +53,10 @@ class Leases:
 
     @property
     def own_pause(self) -> float:
-        """Return the seconds for which this process did not run, of the last pause within a lease; 0 for a short one.
+        """Return for how many seconds this process did not run, if it runs again for less than a lease; else 0.
 
-        Half a lease can be enough for a peer to give this process up, because the peer received the last heartbeat some
-        time before the pause.
+        Pauses of less than half a lease do not count. A longer one can be enough for a peer to give this process up,
+        because the peer received the last heartbeat some time before the pause.
         """
         self._measure_pause(time.monotonic())
         return self._pause
