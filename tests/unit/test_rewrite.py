@@ -25,7 +25,6 @@ from torchx_monarch.command.rank_command import rank_command
 from torchx_monarch.command.rewrite import WrapOptions, rewrite
 from torchx_monarch.components import controller, ft, spmd
 from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.model.role_spec import RoleMetadataError
 
 OPTIONS = WrapOptions()
 HOST = [
@@ -103,7 +102,7 @@ def test_spare_hosts_are_for_roles_of_ranks() -> None:
     beside.roles[1].name = "other"
     assert [spec.spares for spec in rewrite(beside, WrapOptions(spec=HostSpec(spares=1))).roles] == [1, 0]
     beside.roles[1].metadata = {"monarch": {"spares": 1}}
-    with pytest.raises(RoleMetadataError, match="runs no ranks"):
+    with pytest.raises(CommandError, match="runs no ranks"):
         rewrite(beside, OPTIONS)
 
 

@@ -19,13 +19,13 @@ from torchx_monarch.command.rewrite import WrapOptions, rewrite
 from torchx_monarch.components import controller
 from torchx_monarch.model.role_spec import (
     RetryPolicy,
-    RoleMetadataError,
     RoleSpec,
     WorkloadKind,
     is_sidecar,
     mark_sidecar,
 )
 from torchx_monarch.model.state import State
+from torchx_monarch.model.world import CommandError
 
 MARKED = {"monarch": {"sidecar": True}}
 
@@ -314,7 +314,7 @@ def test_a_mark_is_kept_and_read() -> None:
 )
 def test_settings_of_a_role_that_do_not_exist_are_refused(ours: Any, said: str) -> None:
     app = AppDef("app", [Role("r", "image", entrypoint="sleep", metadata={"monarch": ours})])
-    with pytest.raises(RoleMetadataError, match=f"role 'r': .*{re.escape(said)}"):
+    with pytest.raises(CommandError, match=f"role 'r': .*{re.escape(said)}"):
         rewrite(app, WrapOptions())
 
 

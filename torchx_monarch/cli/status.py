@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import sys
 import textwrap
@@ -96,8 +97,7 @@ class CmdWait:
     def run(self, args: argparse.Namespace) -> None:
         """Wait, print the status, and exit with the job's exit code; with 1 for a job that failed without one."""
         with opened_job(args.handle) as job:
-            while not job.read_app()[1].state.is_terminal:
-                time.sleep(max(_INTERVAL_S, job.scheduler.inner.poll))
+            job.scheduler.apps.wait(job.app_id, math.inf)
             status = job.read().status
         print_json(status.to_json()) if args.json else print(render(status))
         sys.exit(status.exit_code if status.exit_code is not None else int(status.state != "SUCCEEDED"))

@@ -3,7 +3,7 @@
 
 Rewriting puts the host process before the rank command (``rank_command``): ``torchrun train.py`` becomes ``python -m
 torchx_monarch.host [options] -- torchrun train.py``. The words of the command and the rest of the role do not change.
-Commands and metadata of roles that are invalid raise ``CommandError`` and ``RoleMetadataError``, which name the role.
+Commands and metadata of roles that are invalid raise ``CommandError``, which names the role.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torchx_monarch.model.role_spec import (
     SIDECAR,
     SPARES,
     WRAP,
-    RoleMetadataError,
     RoleSpec,
     WorkloadKind,
     is_sidecar,
@@ -296,7 +295,7 @@ def _count_spares(start: _Start, spares: int) -> int:
     given = read_number(role, SPARES)
     has_spares = start.found is not None and not start.unwrapped and start.kind != "actors"
     if given and not has_spares:
-        raise RoleMetadataError(f"role {role.name!r} has spare hosts, and it runs no ranks that could move to them")
+        raise CommandError(f"role {role.name!r} has spare hosts, and it runs no ranks that could move to them")
     if given is None:
         return spares if has_spares and not is_sidecar(role) else 0
     return given

@@ -150,7 +150,8 @@ def _rectangle(frame: _Frame, x: float, width: float, depth: int, total: int) ->
     label = f"{function} ({place.rpartition('/')[2]}" if place else function
     room = int((width - 6) / _CHARACTER)
     shown = label if len(label) <= room else f"{label[: room - 2]}.." if room > 4 else ""
-    color = "".join(f"{round(255 * part):02x}" for part in _color(place.rpartition(":")[0] or function))
+    hue = zlib.crc32((place.rpartition(":")[0] or function).encode(errors="replace")) % 360 / 360
+    color = "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, 0.8, 0.6))
     y = (depth + 1.5) * _ROW
     percent = f"{100 * frame.count / total:.1f} %, {frame.count} samples"
     return (
@@ -158,7 +159,3 @@ def _rectangle(frame: _Frame, x: float, width: float, depth: int, total: int) ->
         f'width="{max(width - 0.5, 0.3):.1f}" height="{_ROW - 1}" fill="#{color}"/>'
         f'<text x="{x + 3:.1f}" y="{y + _ROW - 5:.1f}">{html.escape(shown)}</text></g>\n'
     )
-
-
-def _color(file: str) -> tuple[float, float, float]:
-    return colorsys.hls_to_rgb(zlib.crc32(file.encode(errors="replace")) % 360 / 360, 0.8, 0.6)

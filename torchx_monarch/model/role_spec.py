@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchx_monarch.model.spelling import did_you_mean
+from torchx_monarch.model.world import CommandError
 
 MAX_REPLICAS = 1 << 16
 """The largest number of replicas of a role: a backend writes some lines for each of them."""
@@ -26,10 +27,6 @@ _SETTINGS = (SIDECAR, WRAP, SPARES, MIN_GROUPS, LIGHTHOUSE_PORT)
 
 LOOPBACK = "127.0.0.1"
 """Where a lighthouse listens whose port is in the metadata of its role, unless hosts are on several machines."""
-
-
-class RoleMetadataError(ValueError):
-    """Raised when a setting in the metadata of a role is unknown or wrong, or the role cannot have it."""
 
 
 def mark_sidecar(role: Any) -> None:
@@ -59,7 +56,7 @@ def read_number(role: Any, name: str) -> int | None:
 
 
 def _settings(role: Any) -> Mapping[str, Any]:
-    """Return the settings in a role's metadata; raise RoleMetadataError if one of them does not exist."""
+    """Return the settings in a role's metadata; raise CommandError if one of them does not exist."""
     settings = role.metadata.get(METADATA_KEY, {})
     if not isinstance(settings, Mapping):
         raise _wrong(role, f"is {settings!r}; it is a dictionary, such as {{{SIDECAR!r}: True}}")
@@ -70,8 +67,8 @@ def _settings(role: Any) -> Mapping[str, Any]:
     return settings
 
 
-def _wrong(role: Any, reason: str) -> RoleMetadataError:
-    return RoleMetadataError(f"role {role.name!r}: its metadata {METADATA_KEY!r} {reason}")
+def _wrong(role: Any, reason: str) -> CommandError:
+    return CommandError(f"role {role.name!r}: its metadata {METADATA_KEY!r} {reason}")
 
 
 class RetryPolicy(str, enum.Enum):

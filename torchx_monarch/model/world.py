@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 class CommandError(ValueError):
-    """A command is invalid or not supported; the message names the option, its value and the allowed values."""
+    """A command or the metadata of its role is invalid or not supported; the message names the allowed values."""
 
 
 class LaunchError(Exception):

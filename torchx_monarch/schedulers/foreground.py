@@ -13,6 +13,7 @@ thread of a ``torchx run``, for an app that it has submitted.
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import sys
 import threading
@@ -127,8 +128,7 @@ class Foreground:
             _print_stderr(f"\ncancelling {self._handle}{name}; Ctrl-C {again}{second}")
             self._apps.cancel(self._app_id, reason=_REASONS.get(number, ""))
             is_requested = True
-            while not self._apps.wait(self._app_id, 3600.0):
-                continue
+            self._apps.wait(self._app_id, math.inf)
             self._show_end()
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, lambda *_: None)  # a key that is held down repeats it; the command ends next

@@ -36,7 +36,6 @@ from torchx_monarch.command.rank_command import names_torchrun, rank_command
 from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.host_spec import HostSpec, parse_exit_codes, parse_ports, wrong_values
-from torchx_monarch.model.role_spec import RoleMetadataError
 from torchx_monarch.schedulers import NAMES, command, no_scheduler, owner
 from torchx_monarch.schedulers.description import describe, list_entry, shorten
 from torchx_monarch.schedulers.foreground import Foreground
@@ -156,7 +155,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         check_roles(app)
         try:
             rewritten = rewrite(app, self._wrap_options(app, options, cfg))
-        except (CommandError, RoleMetadataError) as error:
+        except CommandError as error:
             raise InvalidCommandError(str(error)) from None
         if self.inner.runs_images(options):
             check_images(app, rewritten.roles)
