@@ -337,7 +337,8 @@ def test_a_client_that_is_killed_while_it_attaches_leaves_nothing(live: Callable
     until(lambda: hosts.job.status().idle > 0, "an idle allocation")
 
 
-def test_a_wrong_greeting_is_refused(live: Callable[..., Live]) -> None:
+def test_many_clients_have_worker_loops_of_their_own(live: Callable[..., Live]) -> None:
+    """Names are of no use on one machine; the longest list is taken, and a wrong one refused."""
     hosts = live()
     for names in (None, "text", [1], [["a"]], {"a": 1}, ["a"] * 1001):
         with (
@@ -346,11 +347,6 @@ def test_a_wrong_greeting_is_refused(live: Callable[..., Live]) -> None:
         ):
             link.answer()
     assert not worker_loops(hosts.processes[0].pid)
-
-
-def test_many_clients_have_worker_loops_of_their_own(live: Callable[..., Live]) -> None:
-    """Names are of no use on one machine; the longest list is taken."""
-    hosts = live()
     with contextlib.ExitStack() as stack:
         greeting = {"type": "attach", "names": [f"name-{number}" for number in range(1000)]}
         links = [stack.enter_context(Connection.open(hosts.target, greeting)) for _ in range(3)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,16 +24,6 @@ from torchx_monarch.backends.local.folder import lock, prune
 from torchx_monarch.backends.local.record import RoleRecord, SupervisorRecord
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.replica import ReplicaRecord
-
-
-def test_everything_is_private(apps: Detached) -> None:
-    app_id = apps.run(sh("echo x > /dev/null"), name="hello")
-    apps.wait(app_id)
-    root = Path(apps.paths(app_id).root)
-    # It goes a moment after the final status can be read.
-    until(lambda: not Path(apps.paths(app_id).reserve).exists(), "the reserve to go")
-    for path in [root, *root.rglob("*")]:
-        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
 def test_an_app_that_does_not_exist(apps: Detached) -> None:

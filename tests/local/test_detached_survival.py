@@ -11,7 +11,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torchx.specs import AppState
@@ -52,9 +51,9 @@ endure()
 class Family:
     """A running app of FAMILY."""
 
-    def __init__(self, apps: Detached, folder: Path, **more: Any) -> None:
+    def __init__(self, apps: Detached, folder: Path, code: str = FAMILY) -> None:
         self.folder = folder
-        self.app_id = apps.run(py(FAMILY, str(folder)), **more)
+        self.app_id = apps.run(py(code, str(folder)))
         for name in ("main", "child", "orphan"):
             until(lambda name=name: pid_in(folder / name), name)
 
@@ -131,12 +130,10 @@ def test_orphans_end_with_the_app(apps: Detached, tmp_path: Path) -> None:
     code = FAMILY.replace(
         'note("main")\nendure()', 'note("main")\nwhile not os.path.exists(f"{folder}/go"): time.sleep(0.02)'
     )
-    app_id = apps.run(py(code, str(tmp_path)))
-    for name in ("main", "child", "orphan"):
-        until(lambda name=name: pid_in(tmp_path / name), name)
+    family = Family(apps, tmp_path, code)
     (tmp_path / "go").touch()
-    assert apps.wait(app_id).state is AppState.SUCCEEDED
-    assert not lives(pid_in(tmp_path / "child")) and not lives(pid_in(tmp_path / "orphan"))
+    assert apps.wait(family.app_id).state is AppState.SUCCEEDED
+    assert family.alive == []
 
 
 def make_unended(apps: Detached, hostname: str = "") -> str:

@@ -24,22 +24,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.table import BACKENDS
+
 ROOT = Path(__file__).parents[2]
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
 VERSION = SETUP["metadata"]["version"]
-OURS = {
-    "monarch_aws_batch",
-    "monarch_docker",
-    "monarch_htcondor",
-    "monarch_kubernetes",
-    "monarch_local",
-    "monarch_lsf",
-    "monarch_pbs",
-    "monarch_sge",
-    "monarch_slurm",
-    "monarch_ssh",
-}
+OURS = {f"monarch_{name}" for name in BACKENDS}
 DEFAULTS = ["local_docker", "local_cwd", "slurm", "kubernetes"]
 
 pytestmark = [pytest.mark.slow]

@@ -31,22 +31,19 @@ _PARTS = ("authority", "certificate", "key")
 
 
 def test_is_for_its_owner_alone_until_the_app_is_deleted() -> None:
-    text = credentials.create()[1].to_text()
+    stored, kept = stored_apps.credentials("monarch_batch"), credentials.create()[1].to_text()
+    content = stored_apps.StoredCredentials(kept, {"r": "tls:@HOST:1"})
     before = os.umask(0)
     try:
-        stored_apps.credentials("monarch_batch").store(
-            "queue:app/1", stored_apps.StoredCredentials(text, {"r": "tls:@HOST:1"})
-        )
+        stored.store("queue:app/1", content)
     finally:
         os.umask(before)
-    path = Path(stored_apps.credentials("monarch_batch").path("queue:app/1"))
-    assert stored_apps.load_credentials("monarch_batch", "queue:app/1") == stored_apps.StoredCredentials(
-        text, {"r": "tls:@HOST:1"}
-    )
+    path = Path(stored.path("queue:app/1"))
+    assert stored_apps.load_credentials("monarch_batch", "queue:app/1") == content
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in list(path.parents)[:2])
-    stored_apps.credentials("monarch_batch").remove("queue:app/1")
-    stored_apps.credentials("monarch_batch").remove("queue:app/1")
+    stored.remove("queue:app/1")
+    stored.remove("queue:app/1")
     assert not path.exists()
     assert stored_apps.load_credentials("monarch_batch", "queue:app/1") == stored_apps.StoredCredentials()
 

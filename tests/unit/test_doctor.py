@@ -15,10 +15,6 @@ from torchx_monarch.cli import doctor
 from torchx_monarch.model.check_result import CheckResult
 
 
-def levels(results: Iterable[CheckResult]) -> dict[str, str]:
-    return {result.what: result.level for result in results}
-
-
 def test_a_result_is_a_line() -> None:
     assert CheckResult("disk", "/x, 3 MiB free", advice="full").line() == "fail  disk: /x, 3 MiB free; full"
     assert CheckResult("disk", "/x").line() == "ok    disk: /x"
@@ -28,7 +24,7 @@ def test_a_result_is_a_line() -> None:
 
 
 def test_packages_that_are_missing_or_too_many_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(levels(doctor.check_installation()).values()) == {"ok"}
+    assert {result.level for result in doctor.check_installation()} == {"ok"}
     monkeypatch.setattr(doctor, "installed_version", lambda name: {"torchx": "0.7.0"}.get(name, ""))
     found = {result.what: result for result in doctor.check_installation()}
     assert found["torchx"].level == "fail"

@@ -41,13 +41,17 @@ def names(kind: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)}
 
 
+def test_the_fields_of_records() -> None:
+    kinds = {"live": LiveState, "a replica": ReplicaState, "a breakpoint": Breakpoint, "a process": ProcessStacks}
+    assert {title: documented(title) for title in kinds} == {title: names(kind) for title, kind in kinds.items()}
+    assert documented("a check") == names(CheckResult) | {"level"}
+
+
 def test_the_fields_of_a_status() -> None:
     assert documented("status, ls, wait") == names(JobStatus) - {"summary"}
-    assert documented("live") == names(LiveState)
     line = next(line for line in (_REFERENCE / "json.md").read_text().splitlines() if line.startswith("| `phase`"))
     hidden = {"submit", "first output", "unknown"}  # phases of a report alone
     assert re.findall(r"`(\w+)`", line)[1:] == [phase for phase in timeline.PHASES if phase not in hidden]
-    assert documented("a replica") == names(ReplicaState)
     json.dumps(JobStatus("h", "n", "RUNNING").to_json())
 
 
@@ -63,12 +67,7 @@ def test_the_fields_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert documented("a run") == set(RunInfo.__annotations__)
 
 
-def test_the_fields_of_breakpoints() -> None:
-    assert documented("a breakpoint") == names(Breakpoint)
-
-
 def test_the_fields_of_stacks() -> None:
-    assert documented("a process") == names(ProcessStacks)
     line = next(line for line in (_REFERENCE / "json.md").read_text().splitlines() if line.startswith("| `threads`"))
     assert set(re.findall(r"`(\w+)`", line)) == {"threads", *names(ThreadStack), *names(Frame)}
 
@@ -77,10 +76,6 @@ def test_the_fields_of_top() -> None:
     status = JobStatus("h", "n", "RUNNING", activity=[RankView(0, 0, "host", 1, "running")])
     shown: Any = top.to_json(JobFacts(AppSnapshot("a", "a", []), status, timeline.build([], [], end=1.0)))
     assert documented("a look") == set(shown)
-
-
-def test_the_fields_of_checks() -> None:
-    assert documented("a check") == names(CheckResult) | {"level"}
 
 
 @pytest.mark.parametrize("name", sorted(main.SUB_COMMANDS.keys() - {"cancel", "delete"}))  # which are TorchX's
