@@ -680,7 +680,8 @@ class Contract(Groups):
     def test_a_log_is_read_by_times_streams_and_expressions(self, place: Place) -> None:
         before = datetime.now(timezone.utc)
         text = (
-            'print("early", rank, flush=True)\nwhile not told("go"):\n    time.sleep(0.1)\nprint("late", flush=True)\n'
+            'import torchx_monarch\ntorchx_monarch.progress(7, 9)\nprint("early", rank, flush=True)\n'
+            'while not told("go"):\n    time.sleep(0.1)\nprint("late", flush=True)\n'
         )
         program = _program(place, text + 'print("to stderr", file=sys.stderr, flush=True)')
         handle = place.run(place.torchrun(program))
@@ -690,6 +691,7 @@ class Contract(Groups):
             told = json.loads(place.torchx("monarch", "status", "--json", "last", *words))
         assert [told[name] for name in ("handle", "state", "phase")] == [handle, "RUNNING", "running"]
         assert [told[name] for name in ("attempt", "hosts", "ranks")] == [1, 2, 4] and told["last_output"]
+        assert {(rank["state"], rank["progress"]["step"]) for rank in told["activity"]} == {("running", 7)}
         time.sleep(0.5)  # the times of lines are right to a tenth of a second
         middle = datetime.now(timezone.utc)
         time.sleep(0.5)

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torchx.runner import Runner
@@ -243,30 +242,3 @@ def test_jobs_at_once_have_ports_of_their_own(work: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script, name], cwd=work, capture_output=True, text=True, timeout=240)
     assert done.stdout.split() == ["3", "3"], done.stderr[-2000:]
-
-
-def test_a_status_says_what_the_ranks_do(work: Path) -> None:
-    name = write(
-        work,
-        "import torchx_monarch\nfor step in range(1000):\n"
-        "    torchx_monarch.progress(step, 1000, loss=0.5)\n    print('now', flush=True)\n    time.sleep(0.2)\n",
-    )
-    handle = run("-cfg", "preload=none,grace=2", "monarch.spmd", "-j", "1x2", name, cwd=work).stdout.strip()
-
-    def that_print() -> list[dict[str, Any]]:
-        """Return the activity of the ranks whose first output has come."""
-        ranks = json.loads(torchx("monarch", "status", "--json", handle).stdout)["activity"] or []
-        return [view for view in ranks if view["last_line"]]
-
-    until(lambda: len(that_print()) == 2, "the first output")
-    ranks = that_print()
-    assert [(view["rank"], view["state"], view["last_line"]) for view in ranks] == [
-        (0, "running", "now"),
-        (1, "running", "now"),
-    ]
-    assert all(view["cpu"] is not None and view["progress"]["metrics"] == {"loss": 0.5} for view in ranks)
-    shown = torchx("monarch", "status", handle).stdout
-    assert re.search(r"  progress +step \d+ of 1000, .* left, loss 0\.5\n", shown)
-    assert re.search(r"  each rank +CPU .* cores, memory .* GiB\n", shown)
-    torchx("cancel", handle)
-    until(lambda: state(handle) == "CANCELLED", "the cancellation")

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the kernel's counters say of processes that were killed for want of memory."""
+"""What the kernel says of processes that were killed for want of memory, and NVIDIA's library of the use of GPUs."""
 
 from __future__ import annotations
 
+import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.test_errors import exit_of
 from tests.unit.test_sync_store import write
+from torchx_monarch.host.ranks import rank_samples
 from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
+from torchx_monarch.insight.rank_sample import DeviceUse
 
 V1 = {
     "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/job/step\n0::/\n",
@@ -74,3 +79,45 @@ def test_kills_of_others_on_the_machine_do_not_count_where_the_cgroup_counts(tmp
 
 def test_a_rank_says_it() -> None:
     assert exit_of(1, -9, out_of_memory=OF_512).describe().endswith(f"was killed by signal 9 (SIGKILL): {OF_512}")
+
+
+Named = types.SimpleNamespace
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    rank_samples._nvml.cache_clear()
+
+
+def pynvml(**changes: Any) -> types.ModuleType:
+    processes = [[Named(pid=7, usedGpuMemory=100), Named(pid=8, usedGpuMemory=None)], [Named(pid=8, usedGpuMemory=5)]]
+    module = types.ModuleType("pynvml")
+    vars(module).update(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetComputeRunningProcesses=processes.__getitem__,
+        nvmlDeviceGetName=lambda index: f"GPU\n{index}".encode(),
+        nvmlDeviceGetUtilizationRates=lambda index: Named(gpu=50),
+        nvmlDeviceGetMemoryInfo=lambda index: Named(total=1000),
+    )
+    vars(module).update(changes)
+    return module
+
+
+def test_each_device_belongs_to_the_processes_that_have_memory_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml())
+    assert rank_samples.device_use({1: [1, 7], 8: [8], 9: [9]}) == {
+        1: (DeviceUse(0, r"GPU\n0", 0.5, 100, 1000),),
+        8: (DeviceUse(0, r"GPU\n0", 0.5, 0, 1000), DeviceUse(1, r"GPU\n1", 0.5, 5, 1000)),
+    }
+
+
+def fails(*arguments: object) -> None:
+    raise RuntimeError("Driver Not Loaded")
+
+
+@pytest.mark.parametrize("module", [None, pynvml(nvmlInit=fails), pynvml(nvmlDeviceGetName=fails)])
+def test_no_devices_are_no_error(module: types.ModuleType | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    assert rank_samples.device_use({7: [7]}) == {} == rank_samples.device_use({7: [7]})
