@@ -2,9 +2,9 @@
 """What it costs that hosts get the code before each run: ``python bench/sync.py [--files N] [--scheduler NAME]``.
 
 A workspace of 10,000 small files is brought to two live hosts, each of which gets a copy of its own. Measured are the
-first time (with other contents in each round), the time when nothing has changed, and the time when one file has, both
-by themselves and from the call of ``run_spmd()`` to the first line of the program on the last rank, which has torch
-imported. Medians in seconds with the least and the greatest.
+first time (with other contents in each round), the time when nothing has changed, and that when one file has: until
+replica 0 has the workspace, and from the call of ``run_spmd()`` to the first line of the program on the last rank,
+which has torch imported. Medians in seconds with the least and the greatest.
 """
 
 from __future__ import annotations
@@ -59,6 +59,16 @@ def seconds_of_sync(target: Target, root: Path) -> float:
     return time.perf_counter() - start
 
 
+def seconds_to_first_line(job: SPMDJob, number: int) -> float:
+    """Run the program, of which the lines end with a number."""
+    job.wait_ready(warm=True)
+    called = time.time()
+    output = job.run_spmd(output="store").output
+    lines = [output[rank].stdout.split() for rank in (0, 1)]
+    assert all(line[1] == str(number) for line in lines), lines
+    return max(float(line[0]) for line in lines) - called
+
+
 def row(what: str, times: list[float]) -> None:
     """Print one line of the table."""
     print(f"| {what} | {spread(times)} |", flush=True)
@@ -86,29 +96,25 @@ def main() -> None:
             print(
                 f"\n| {args.files} files, 2 hosts, {args.scheduler}, {os.cpu_count()} processors | seconds |\n|---|---|"
             )
-            first: list[float] = []
-            for version in range(args.rounds):
-                make(root, args.files, version)
-                first.append(seconds_of_sync(target, root))
-            row("the first time", first)
-            job.run_spmd(output="store")
-            row("nothing has changed", [seconds_of_sync(target, root) for _ in range(args.rounds)])
             synced: list[float] = []
             begun: list[float] = []
-            again: list[float] = []
+            for version in range(args.rounds):
+                make(root, args.files, 2 * version)
+                synced.append(seconds_of_sync(target, root))
+                make(root, args.files, 2 * version + 1)
+                begun.append(seconds_to_first_line(job, 0))
+            row("the first time", synced)
+            row("run_spmd() to the first line, the first time", begun)
+            row("nothing has changed", [seconds_of_sync(target, root) for _ in range(args.rounds)])
+            synced, begun, again = [], [], list[float]()
             for number in range(1, args.rounds + 1):
                 change(root, number)
                 time.sleep(1.0)  # an editor's user is no faster
                 job.wait_ready(warm=True)
                 synced.append(seconds_of_sync(target, root))
                 change(root, -number)
-                for times in (begun, again):
-                    job.wait_ready(warm=True)
-                    called = time.time()
-                    output = job.run_spmd(output="store").output
-                    lines = [output[rank].stdout.split() for rank in (0, 1)]
-                    assert all(line[1] == str(-number) for line in lines), lines
-                    times.append(max(float(line[0]) for line in lines) - called)
+                begun.append(seconds_to_first_line(job, -number))
+                again.append(seconds_to_first_line(job, -number))
             row("one file has changed", synced)
             row("run_spmd() to the first line, one file changed", begun)
             row("run_spmd() to the first line, nothing changed", again)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,9 @@ import pytest
 from tests.local.live import Live
 from tests.local.test_serve import torchx
 from tests.waits import WITHIN, until
-from torchx_monarch.client.connection import Connection
+from torchx_monarch.client.connection import Connection, ask
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.workspace_sync import sync_workspace
-from torchx_monarch.code_sync.manifest import pack
 from torchx_monarch.code_sync.scan import scan
 from torchx_monarch.exceptions import CodeError
 
@@ -174,57 +174,43 @@ def test_a_folder_that_all_hosts_see_is_used_itself(
         hosts.run(sync="sometimes")
 
 
-def test_hosts_get_files_while_others_are_still_sent(hosts: Live, root: Path, folder: Path) -> None:
-    tree = scan(str(root))
-    first, *rest = tree.contents
-    encoded = tree.encode()
-    with Connection.open(hosts.target, {"type": "sync"}) as link:
-        link.send_bytes(b'{"type":"tree","tree":"%s"}\n' % tree.hash.encode())
-        link.receive()
-        link.send_bytes(len(encoded).to_bytes(4, "big") + encoded + bytes(4))
-        link.receive()
-        for digests in ([first], rest):
-            for piece in pack(tree.files(str(root), digests)):
-                link.send_bytes(len(piece).to_bytes(4, "big") + piece)
-            until(lambda: len(list(folder.glob(f"**/code/{first}"))) == 2, "the first file on both hosts")
-        link.send_bytes(bytes(4))
-        assert link.receive() == {"type": "done"}
-    assert sent(hosts, root) < 300
-
-
 def test_what_goes_wrong_is_said_and_leaves_the_hosts_as_they_were(hosts: Live, root: Path, folder: Path) -> None:
     target = hosts.target
-    tree = scan(str(root))
-    encoded = tree.encode()
-    with Connection.open(target, {"type": "sync"}) as link:
-        link.send_bytes(b'{"type":"tree","tree":"%s"}\n' % tree.hash.encode())
-        assert link.receive() == {"type": "have", "have": False}
-        link.send_bytes(len(encoded).to_bytes(4, "big") + encoded + bytes(4))
-        assert link.receive() == {"type": "missing", "missing": f"{(1 << len(tree.contents)) - 1:x}"}
-        link.send_bytes((1000).to_bytes(4, "big") + b"half of it")
-    with Connection.open(target, {"type": "sync"}) as link:
-        link.send_bytes(b'{"type":"tree","tree":"%s"}\n' % (b"0" * 64))
-        assert link.receive() == {"type": "have", "have": False}
-        link.send_bytes(len(encoded).to_bytes(4, "big") + encoded + bytes(4))
-        answer = link.receive()
-        assert answer is not None and "came as 000000" in answer["reason"]
-    with Connection.open(target, {"type": "sync"}) as link:
-        link.send_bytes(b'{"type":"nonsense"}\n')
-        answer = link.receive()
-        assert answer == {"type": "failed", "reason": "a request is probe or tree, not 'nonsense'"}
+    request = {"type": "sync", "tree": tree_hash(root)}
+    with Connection.open(target, {**request, "size": 1000}) as link:
+        assert link.receive() == {"type": "ready"}
+        link.send_bytes(b"half of it")
+    assert ask(target, request) == {"type": "have", "have": False, "digests": []}
+    with Connection.open(target, {**request, "size": 8}) as link:
+        link.send_bytes(b"nonsense")
+        assert link.receive() == {"type": "ready"}
+        assert link.receive() == {"type": "failed", "reason": "the code cannot be unpacked: Not a gzipped file (b'no')"}
+    answer = ask(target, {**request, "size": 10**16})
+    assert answer["reason"].startswith("cannot store the code on this host: no space left: "), answer
+    assert ask(target, {"type": "sync"}) == {"type": "failed", "reason": "'tree'"}
 
-    # Only one of the hosts cannot: the run does not begin.
-    sync_workspace(target, str(root), "always")
-    set_value(root, 2)
-    places = sorted(folder.glob("**/code"))
-    assert len(places) == 2
-    places[1].rename(places[1].with_name("away"))
-    places[1].write_text("a file in its place")
-    with pytest.raises(CodeError, match=r"host \d \(.*\): cannot make the code on this host: File exists"):
-        sync_workspace(target, str(root), "always")
-    places[1].unlink()
-    places[1].with_name("away").rename(places[1])
-    assert said(hosts.run(workspace=str(root), sync="always")).startswith("value 2")
+    # One of the hosts cannot: the run does not begin.
+    more: dict[str, Any] = {"workspace": str(root), "sync": "always"}
+    assert said(hosts.run(**more)).startswith("value 1")
+    reasons: list[str] = []
+    for place in folder.glob("**/code"):
+        set_value(root, 2 + len(reasons))
+        place.rename(away := place.with_name("away"))
+        place.write_text("a file in its place")
+        try:
+            failed = hosts.run(**more)
+            assert failed.exit_code == 1 and not failed.output
+            reasons.append(failed.reason)
+        except CodeError as error:
+            reasons.append(str(error))
+        place.unlink()
+        away.rename(place)
+    on_host, on_replica0 = sorted(reasons)
+    assert re.match(r"host 1 \(.*\): cannot store the code on this host: File exists: /", on_host)
+    assert on_replica0.startswith(
+        "the code was not brought to the hosts: cannot store the code on this host: File exists"
+    )
+    assert said(hosts.run(**more)).startswith("value 3")
 
     (root / "pkg" / "late.py").chmod(0)
     if os.geteuid() == 0:

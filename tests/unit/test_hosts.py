@@ -109,8 +109,8 @@ def test_a_request_that_is_too_large_is_the_failure_of_that_request_alone(tmp_pa
     async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
         replicas[1].answer.set_result(True)
         with pytest.raises(HostError, match="^host 1 cannot be asked: a message of 8388"):
-            await hosts.ask_host(ProbeFile("x" * messages.MAX_MESSAGE, ""), HOSTS[1])
-        assert await hosts.ask_host(ProbeFile("x", ""), HOSTS[1])
+            await hosts.ask_host(ProbeFile("x" * messages.MAX_MESSAGE), HOSTS[1])
+        assert await hosts.ask_host(ProbeFile("x"), HOSTS[1])
 
     run(tmp_path, scenario)
 

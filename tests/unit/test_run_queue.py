@@ -164,11 +164,9 @@ def test_hosts_to_which_a_client_sends_its_code_are_not_idle(tmp_path: Path, mon
         monkeypatch.setattr(replica0.runs.hosts, "broadcast", answer_late)
         own, client = socket.socketpair()
         streams = await asyncio.open_connection(sock=own)
-        serving = asyncio.ensure_future(
-            HostCode(str(tmp_path / "code"), "host 0").serve_client(replica0.runs, Peer({}, *streams))
-        )
+        peer = Peer({"type": "sync", "path": "x"}, *streams)
+        serving = asyncio.ensure_future(HostCode(str(tmp_path / "code"), AsyncMock()).serve_client(replica0.runs, peer))
         reader, writer = await asyncio.open_connection(sock=client)
-        await messages.send(writer, {"type": "probe", "path": "x", "text": "x"})
         answer = await messages.receive(reader, WITHIN)
         idle = await asyncio.wait_for(waiting, WITHIN)
         writer.close()
@@ -190,14 +188,10 @@ def test_a_request_to_begin_a_run_that_is_repeated_during_the_first_begins_one(
         await asyncio.sleep(0)
         return str(tmp_path)
 
-    async def fetch(code: HostCode, tree_hash: str, connect: object) -> None:
-        """The code is on this host."""
-
     async def start(pool: RankPool, nproc: str) -> int:
         return 1
 
     monkeypatch.setattr(HostCode, "checkout", checkout)
-    monkeypatch.setattr(HostCode, "fetch", fetch)
     monkeypatch.setattr(RankPool, "start", start)
 
     async def main() -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,6 @@ from torchx_monarch.backends.ssh.native import MachineConnection, RefusedOrderEr
 from torchx_monarch.backends.ssh.request import SshRequest, parse_hosts
 from torchx_monarch.backends.ssh.snapshot import SshSnapshot, build
 from torchx_monarch.client.workspace_sync import current_workspace
-from torchx_monarch.code_sync.manifest import Tree
 from torchx_monarch.components import ft
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
@@ -189,10 +189,10 @@ class Machine:
         self.code = Code()
         self.received = 0
 
-    def ask(self, order: str, tree: str = "", piece: str = "", may_reconnect: bool = True) -> Any:
+    def ask(self, order: str, digests: Sequence[str] = (), piece: str = "", may_reconnect: bool = True) -> Any:
         """Carry out an order about code."""
         if order == "expect_code":
-            return self.code.expect(base64.b64decode(tree))
+            return self.code.expect([*digests])
         self.received += len(piece)
         return self.code.take(base64.b64decode(piece))
 
@@ -204,14 +204,14 @@ def test_a_workspace_is_sent_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (root / "package" / "data").write_bytes(os.urandom(100_000))
     (root / "run.sh").write_text("first")
     (root / "run.sh").chmod(0o755)
-    machines = []
 
     def sent() -> tuple[Machine, str]:
-        machines.append(machine := Machine())
+        machine = Machine()
         return machine, workspace.send({str(root): ""}, {"a": cast(MachineConnection, machine)})
 
     machine, first = sent()
     assert machine.received > 100_000
+    machine.code.check_out(first, str(tmp_path / "first"))
     (root / "run.sh").write_text("second")
     machine, second = sent()
     assert 0 < machine.received < 1000 and second != first
@@ -223,9 +223,7 @@ def test_a_workspace_is_sent_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     damaged.write_bytes(bytes(100_000))
     machine, _ = sent()
     assert machine.received > 100_000
-    for machine in machines:
-        machine.code.cancel_transfer()
-    assert not list((tmp_path / "state" / "code").glob(".*"))
+    assert len(list((tmp_path / "state" / "code").iterdir())) == 3, "an upload has no name"
 
 
 def test_contents_of_workspaces_are_kept_in_a_folder_of_the_user(tmp_path: Path) -> None:
@@ -237,7 +235,7 @@ def test_contents_of_workspaces_are_kept_in_a_folder_of_the_user(tmp_path: Path)
     code.parent.mkdir()
     code.symlink_to(precious)
     with pytest.raises(OSError, match=f"{code} is a symbolic link"):
-        Code().expect(Tree({}).encode())
+        Code().expect([])
     assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
 
 

@@ -159,7 +159,7 @@ def test_says_what_is_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     write(tmp_path, {"a.py": "1" * 100, "data/train.bin": "1" * 1000})
     monkeypatch.setattr(scanning, "_MAX_FILE_BYTES", 500)
     with pytest.raises(
-        ScanError, match=r"data/train.bin has 1000 bytes, .* at most 500 bytes: name it in .torchxignore"
+        ScanError, match=r"data/train.bin has 1000 bytes, .* at most 500 bytes: name what .* in .torchxignore"
     ):
         scan(str(tmp_path))
     monkeypatch.setattr(scanning, "_MAX_FILE_BYTES", 1000)
@@ -167,7 +167,7 @@ def test_says_what_is_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ScanError, match="have 1100 bytes, and code at most 1050 bytes"):
         scan(str(tmp_path))
     monkeypatch.setattr(scanning, "MAX_ENTRIES", 1)
-    with pytest.raises(ScanError, match="more than 1 files: name a smaller folder"):
+    with pytest.raises(ScanError, match="more than 1 files: name a smaller one"):
         scan(str(tmp_path))
     with pytest.raises(ScanError, match="is no folder"):
         scan(str(tmp_path / "nosuch"))

@@ -8,59 +8,45 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import uuid
-from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 from torchx_monarch.client.connection import Connection, Target
-from torchx_monarch.code_sync.manifest import MARKER, PIECE, ChangedError, Tree, is_home_or_root, pack
+from torchx_monarch.code_sync.manifest import MARKER, Tree, is_home_or_root
+from torchx_monarch.code_sync.upload import PIECE, pack
 from torchx_monarch.exceptions import CodeError
 
 SyncMode = Literal["auto", "always", "never"]
 """When each host gets its own copy of the workspace. ``auto``: unless all hosts see the folder itself, for example on a
 shared file system; ``always``: before each run; ``never``: not at all, the hosts use the code that they have."""
 
-_TRIES = 5
-"""Number of attempts to send a workspace that changes between scan and transfer."""
-
 _ANSWER_TIMEOUT = 300.0
-"""Seconds for an answer: all hosts unpack the files first, possibly on slow disks."""
+"""Seconds for an answer: replica 0 unpacks the files first, possibly on a slow disk."""
 
 
 def sync_workspace(target: Target, workspace: str, when: SyncMode) -> dict[str, Any]:
-    """Make the current state of a workspace available on every host, but for files that it ignores.
+    """Make the current state of a workspace, without ignored files, available to every host for a run.
 
     Returns:
         The fields ``code`` or ``cwd`` of a ``RunRequest``; none if the hosts use the code that they have.
 
     Raises:
-        CodeError: the workspace cannot be read, exceeds the limits or keeps changing; or a host could not store it.
+        CodeError: the workspace cannot be read, exceeds the limits or keeps changing; or replica 0 could not store it.
         UnreachableError: the allocation cannot be reached.
         RefusedError: the allocation refuses the request.
     """
     if when == "never":
         return {}
-    from torchx_monarch.code_sync.scan import ScanError, scan
+    from torchx_monarch.code_sync.scan import ScanError, scan_and_send
 
     root = os.path.abspath(workspace)
-    for _ in range(_TRIES):
-        with Connection.open(target, {"type": "sync"}) as link:
-            if when == "auto" and _is_shared(link, root):
-                return {"cwd": root}
-            try:
-                tree = scan(root)
-                _send(link, root, tree)
-            except ScanError as error:
-                raise CodeError(f"{error} (or run without bringing the code: sync='never')") from None
-            except ChangedError as error:
-                changing = error
-                continue
-            except OSError as error:
-                raise CodeError(f"cannot read {error.filename} of the workspace: {error.strerror}") from None
-            return {"code": tree.hash}
-    raise CodeError(
-        f"{changing} changes all the time: what is not for the hosts can be named in .torchxignore or .gitignore"
-    )
+    if when == "auto" and _is_shared(target, root):
+        return {"cwd": root}
+    try:
+        return {"code": scan_and_send(root, lambda tree: _send(target, root, tree))}
+    except (ScanError, OSError) as error:
+        raise CodeError(f"{error} (or run without bringing the code: sync='never')") from None
 
 
 def check_when(when: str) -> None:
@@ -75,39 +61,35 @@ def current_workspace() -> str | None:
     return None if is_home_or_root(current) else current
 
 
-def _is_shared(link: Connection, root: str) -> bool:
+def _is_shared(target: Target, root: str) -> bool:
     """Whether all hosts see the same folder at the same path. They are asked for a temporary file created in it."""
-    name = os.path.join(root, f"{MARKER}{uuid.uuid4().hex}")
-    text = uuid.uuid4().hex
+    path = os.path.join(root, f"{MARKER}{uuid.uuid4().hex}")
     try:
-        with open(name, "x", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o644)) as file:
-            file.write(text)
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o644))
     except OSError:
         return False  # not a writable folder: the hosts cannot be tested for it
     try:
-        link.send({"type": "probe", "path": name, "text": text})
-        return _answer(link)["shared"] is True
+        with Connection.open(target, {"type": "sync", "path": path}) as link:
+            return _answer(link)["shared"] is True
     finally:
         with contextlib.suppress(OSError):
-            os.unlink(name)
+            os.unlink(path)
 
 
-def _send(link: Connection, root: str, tree: Tree) -> None:
-    link.send({"type": "tree", "tree": tree.hash})
-    if _answer(link)["have"]:
+def _send(target: Target, root: str, tree: Tree) -> None:
+    request = {"type": "sync", "tree": tree.hash}
+    with Connection.open(target, request) as link:
+        answer = _answer(link)
+    if answer["have"]:
         return
-    encoded = tree.encode()
-    _send_frames(link, (encoded[at : at + PIECE] for at in range(0, len(encoded), PIECE)))
-    bits = int(_answer(link)["missing"], 16)
-    missing = [digest for number, digest in enumerate(tree.contents) if bits >> number & 1]
-    _send_frames(link, pack(tree.files(root, missing)))
-    _answer(link)
-
-
-def _send_frames(link: Connection, frames: Iterable[bytes]) -> None:
-    for frame in frames:
-        link.send_bytes(len(frame).to_bytes(4, "big") + frame)
-    link.send_bytes(bytes(4))
+    stored = set(answer["digests"])
+    with tempfile.TemporaryFile() as file:
+        size = pack(root, tree, [digest for digest in tree.contents if digest[:16] not in stored], file)
+        with Connection.open(target, {**request, "size": size}) as link:
+            _answer(link)
+            while piece := file.read(PIECE):
+                link.send_bytes(piece)
+            _answer(link)
 
 
 def _answer(link: Connection) -> dict[str, Any]:

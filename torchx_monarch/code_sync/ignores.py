@@ -30,29 +30,6 @@ ALWAYS = frozenset({".git", ".hg", ".svn", "__pycache__"})
 (which are not sent)."""
 
 
-class TorchXIgnore:
-    """Match paths against the patterns of a ``.torchxignore``."""
-
-    def __init__(self, text: str) -> None:
-        lines = (line.partition("#")[0].strip() for line in text.splitlines())
-        self._patterns = [(line[0] == "!", _glob(line.removeprefix("!"))) for line in lines if line not in ("", ".")]
-
-    def match(self, path: str, first: int) -> tuple[bool | None, int]:
-        """Decide whether a path below the workspace is ignored.
-
-        Returns:
-            Whether the last matching pattern ignores the path, None if no pattern matches; and the value of ``first``
-            for paths below this one. As in TorchX, patterns up to the last match of a folder do not apply to its
-            content.
-        """
-        answer: bool | None = None
-        last = first
-        for number, (is_included, pattern) in enumerate(self._patterns[first:], first + 1):
-            if pattern.match(path):
-                answer, last = not is_included, number
-        return answer, last
-
-
 class _Git(NamedTuple):
     """One ``.gitignore`` file.
 
@@ -68,12 +45,16 @@ class _Git(NamedTuple):
 
 
 class IgnoreRules:
-    """The ignore rules that apply to one folder."""
+    """The ignore rules that apply to one folder.
 
-    def __init__(self, torchx: TorchXIgnore, first: int, git: Sequence[_Git]) -> None:
-        self._torchx = torchx
-        self._first = first
-        self._git = git  # outermost folder first
+    Args:
+        patterns: those of the ``.torchxignore``, and whether each includes what matches.
+        git: the outermost folder first.
+    """
+
+    def __init__(self, patterns: Sequence[tuple[bool, re.Pattern[str]]], git: Sequence[_Git]) -> None:
+        self._patterns = patterns
+        self._git = git
 
     @classmethod
     def load(cls, root: str) -> IgnoreRules:
@@ -81,25 +62,35 @@ class IgnoreRules:
         around = _around(root)
         if _by_git(around, ""):
             around = []  # git ignores the workspace itself, but the user has named it: parent folders do not count
-        return cls(TorchXIgnore(_text(os.path.join(root, TORCHX_IGNORE))), 0, around)
+        text = _text(os.path.join(root, TORCHX_IGNORE))
+        lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+        patterns = [
+            (line[0] == "!", re.compile(fnmatch.translate(line.removeprefix("!"))))
+            for line in lines
+            if line not in ("", ".")
+        ]
+        return cls(patterns, around)
 
     def below(self, root: str, folder: str) -> IgnoreRules:
         """Return the rules of a folder of the workspace, empty for itself, that has a ``.gitignore``."""
-        spec = _spec(_text(os.path.join(root, folder, GIT_IGNORE)))
-        added = _Git(f"{folder}/" if folder else "", "", spec)
-        return IgnoreRules(self._torchx, self._first, [*self._git, added])
+        spec = _spec(os.path.join(root, folder, GIT_IGNORE))
+        return IgnoreRules(self._patterns, [*self._git, _Git(f"{folder}/" if folder else "", "", spec)])
 
     def leave_out(self, path: str, is_folder: bool) -> tuple[bool, IgnoreRules]:
-        """Return whether a path of the folder is ignored, and the rules for paths below it."""
+        """Return whether a path of the folder is ignored, and the rules for paths below it.
+
+        As in TorchX, patterns up to the last match of a folder do not apply to its content.
+        """
         name = path.rpartition("/")[2]
         if name in ALWAYS or name.startswith(MARKER):
             return True, self
-        answer, first = self._torchx.match(path, self._first)
+        answer, rest = None, self._patterns
+        for number, (is_included, pattern) in enumerate(self._patterns, 1):
+            if pattern.match(path):
+                answer, rest = not is_included, self._patterns[number:]
         if answer is None:
             answer = _by_git(self._git, f"{path}/" if is_folder else path)
-        if first == self._first or not is_folder:
-            return answer, self
-        return answer, IgnoreRules(self._torchx, first, self._git)
+        return answer, IgnoreRules(rest, self._git) if is_folder else self
 
 
 def _by_git(git: Sequence[_Git], path: str) -> bool:
@@ -123,17 +114,12 @@ def _around(root: str) -> list[_Git]:
         if not name:
             return []  # no repository
         way = f"{name}/{way}"
-        if text := _text(os.path.join(folder, GIT_IGNORE)):
-            found.insert(0, _Git("", way, _spec(text)))
+        found.insert(0, _Git("", way, _spec(os.path.join(folder, GIT_IGNORE))))
     return found
 
 
-def _glob(pattern: str) -> re.Pattern[str]:
-    return re.compile(fnmatch.translate(pattern))
-
-
-def _spec(text: str) -> GitIgnoreSpec:
-    return GitIgnoreSpec.from_lines(text.splitlines())
+def _spec(path: str) -> GitIgnoreSpec:
+    return GitIgnoreSpec.from_lines(_text(path).splitlines())
 
 
 def _text(path: str) -> str:

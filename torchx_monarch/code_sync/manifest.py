@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""List the files of a workspace with their digests, pack their contents, and compute the hash of a run's code.
+"""List the files of a workspace with their digests, and compute the hash of a run's code.
 
 Paths are relative, with ``/``; bytes that are not UTF-8 are Python's surrogate escapes. As in git, the only part of a
 mode that counts is whether the owner may execute the file, and times do not count.
@@ -7,18 +7,13 @@ mode that counts is whether the owner may execute the file, and times do not cou
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import os
 import re
-import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import NamedTuple
-
-from torchx_monarch.system import safe_files
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 FILE, EXECUTABLE, LINK, FOLDER = "f", "x", "l", "d"
 
@@ -34,20 +29,10 @@ MAX_TREE = 100 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NO_PATH = re.compile(r"\0|(^|/)\.{0,2}(/|\Z)")
 
-PIECE = 1 << 19
-"""Largest piece that is sent, and largest part of a file held in memory, in bytes."""
-
-_LEVEL = 1
-"""The zlib level. It compresses source code to a quarter at 100 MB/s; higher levels take longer than they save."""
-
 
 def is_home_or_root(folder: str) -> bool:
     """Whether a folder is the home folder or ``/``, by any of its names: these hold more than code, such as keys."""
     return any(os.path.exists(path) and os.path.samefile(folder, path) for path in ("/", os.path.expanduser("~")))
-
-
-class TreeError(ValueError):
-    """The received data is not a valid tree, or is unsafe to write to a disk; the message says why."""
 
 
 class Entry(NamedTuple):
@@ -71,12 +56,13 @@ class Entry(NamedTuple):
     @property
     def is_valid(self) -> bool:
         """Whether the values, which may come from anywhere, are those of a file, link or folder."""
-        if not isinstance(self.content, str) or not isinstance(self.size, int):
+        if not isinstance(self.content, str) or type(self.size) is not int:
             return False
         if self.is_file:
             return bool(_DIGEST.fullmatch(self.content)) and self.size >= 0
-        has_target = bool(self.content) and "\0" not in self.content
-        return self.size == 0 and (has_target if self.kind == LINK else self.kind == FOLDER and not self.content)
+        if self.kind == LINK:
+            return self.size == 0 and self.content != "" and "\0" not in self.content
+        return (self.kind, self.content, self.size) == (FOLDER, "", 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +80,8 @@ class Tree:
 
     @functools.cached_property
     def contents(self) -> dict[str, int]:
-        """Sizes in bytes of the distinct file contents, by digest, in ascending order of the digests."""
-        return dict(sorted((entry.content, entry.size) for entry in self.entries.values() if entry.is_file))
+        """Sizes in bytes of the distinct file contents, by digest."""
+        return {entry.content: entry.size for entry in self.entries.values() if entry.is_file}
 
     @functools.cached_property
     def parents(self) -> set[str]:
@@ -116,156 +102,26 @@ class Tree:
         """The size of all files in bytes."""
         return sum(entry.size for entry in self.entries.values())
 
-    def files(self, root: str, digests: Iterable[str]) -> Iterator[tuple[str, int, str]]:
-        """Yield digest, size in bytes and path of a file in the workspace ``root`` for each of some contents."""
-        paths = {entry.content: path for path, entry in self.entries.items() if entry.is_file}
-        return ((digest, self.contents[digest], os.path.join(root, paths[digest])) for digest in digests)
-
-    def encode(self) -> bytes:
-        """Serialise the tree for ``decode``."""
-        return zlib.compress(json.dumps(self.entries, separators=(",", ":")).encode(), 1)
-
     @classmethod
-    def decode(cls, data: bytes) -> Tree:
-        """Deserialise a tree from untrusted bytes, and check it."""
+    def decode(cls, entries: Any) -> Tree:
+        """Return a tree from a JSON object of an untrusted source.
+
+        Raises:
+            ValueError: it is no tree, or some of it would lie outside the folder into which it is written.
+        """
         try:
-            unpacker = zlib.decompressobj()
-            text = unpacker.decompress(data, MAX_TREE)
-            if not unpacker.eof:
-                raise ValueError(f"its text is cut off, or longer than {MAX_TREE} bytes")
-            tree = cls({path: Entry(*value) for path, value in json.loads(text).items()})
-        except (zlib.error, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise TreeError(f"not a tree: {error}") from None
-        tree.check()
-        return tree
-
-    def check(self) -> None:
-        """Check that the tree can be written into a folder, without any path outside the folder."""
-        if len(self.entries) > MAX_ENTRIES:
-            raise TreeError(f"a tree has at most {MAX_ENTRIES} entries")
-        sizes: dict[str, int] = {}
-        for path, entry in self.entries.items():
+            tree = cls({path: Entry(*entry) for path, entry in entries.items()})
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"not a tree: {error}") from None
+        if len(tree.entries) > MAX_ENTRIES:
+            raise ValueError(f"a tree has at most {MAX_ENTRIES} entries")
+        for path, entry in tree.entries.items():
             if _NO_PATH.search(path):
-                raise TreeError(f"{path!r} is no path below a workspace")
+                raise ValueError(f"{path!r} is no path below a workspace")
             if not entry.is_valid:
-                raise TreeError(f"{path!r} is no file, link or folder of a tree: {entry}")
-            if entry.is_file and sizes.setdefault(entry.content, entry.size) != entry.size:
-                raise TreeError(f"{path!r} has another size than a file of the same content")
-        if wrong := self.parents & self.entries.keys():
-            raise TreeError(f"something lies below {min(wrong)!r}, which is no folder with something in it")
-
-
-class ChangedError(Exception):
-    """A file does not have the expected content, as it had when its digest was taken; the message is its path."""
-
-
-class PackError(ValueError):
-    """The received data is not what was expected; the message says why."""
-
-
-def pack(files: Iterable[tuple[str, int, str]]) -> Iterator[bytes]:
-    """Yield the contents of some files, one after the other and compressed, in pieces of at most ``PIECE`` bytes.
-
-    Args:
-        files: digest (hex), size in bytes and path of each file.
-
-    Raises:
-        ChangedError: the content of a file does not match its size or digest.
-    """
-    packer = zlib.compressobj(_LEVEL)
-    waiting = b""
-    for digest, size, path in files:
-        for data in _checked(digest, size, path):
-            waiting += packer.compress(data)
-            while len(waiting) >= PIECE:
-                yield waiting[:PIECE]
-                waiting = waiting[PIECE:]
-    waiting += packer.flush()
-    for start in range(0, len(waiting), PIECE):
-        yield waiting[start : start + PIECE]
-
-
-def _checked(digest: str, size: int, path: str) -> Iterator[bytes]:
-    found, left = hashlib.sha256(), size
-    try:
-        with open(safe_files.open_file(path, any_owner=True), "rb", buffering=0) as file:
-            while left:
-                data = file.read(min(left, PIECE))
-                if not data:
-                    raise ChangedError(path)
-                found.update(data)
-                left -= len(data)
-                if not left and found.hexdigest() != digest:
-                    raise ChangedError(path)
-                yield data
-    except (FileNotFoundError, NotADirectoryError, safe_files.UnsafeFileError):
-        raise ChangedError(path) from None
-
-
-class Unpacker:
-    """Unpack what calls of ``pack`` have made, piece by piece, and check the digest of each content.
-
-    Attributes:
-        missing: the number of contents that are not complete.
-
-    Args:
-        contents: sizes in bytes of the contents, by digest, in the order in which they arrive.
-        folder: folder for contents that are not complete yet.
-        keep: called with the digest and the path of each complete content; must move the file away.
-    """
-
-    def __init__(self, contents: Mapping[str, int], folder: str, keep: Callable[[str, str], None]) -> None:
-        self.missing = len(contents)
-        self._contents = contents
-        self._folder = folder
-        self._keep = keep
-        self._unpacker = zlib.decompressobj()
-        self._data = memoryview(b"")
-        self._receiving = self._receive()
-        next(self._receiving)
-
-    def feed(self, piece: bytes) -> None:
-        """Unpack the next piece."""
-        while piece:
-            if self._unpacker.eof:
-                self._unpacker = zlib.decompressobj()
-            try:
-                data = self._unpacker.decompress(piece, PIECE)
-            except zlib.error as error:
-                raise PackError(f"the contents cannot be unpacked: {error}") from None
-            piece = self._unpacker.unconsumed_tail or self._unpacker.unused_data
-            if data:
-                self._data = memoryview(data)
-                self._receiving.send(None)
-
-    def close(self) -> None:
-        """Delete the content that is not complete yet, if there is one."""
-        self._receiving.close()
-
-    def _receive(self) -> Generator[None, None, None]:
-        """Store the contents, one after the other; ``yield`` waits until there is data."""
-        for digest, size in self._contents.items():
-            path = os.path.join(self._folder, f"{digest}.part")
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # a program may have put a FIFO or a link there
-            try:
-                with open(path, "xb", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-                    found, left = hashlib.sha256(), size
-                    while left:
-                        if not self._data:
-                            yield
-                        some, self._data = self._data[:left], self._data[left:]
-                        left -= len(some)
-                        found.update(some)
-                        safe_files.write_all(file.fileno(), some)
-                if found.hexdigest() != digest:
-                    raise PackError(f"the file received as {digest} has another digest")
-                self._keep(digest, path)
-                self.missing -= 1
-            except BaseException:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-                raise
-        if not self._data:
-            yield
-        raise PackError("more contents arrived than were requested")
+                raise ValueError(f"{path!r} is no file, link or folder of a tree: {entry}")
+            if entry.is_file and tree.contents[entry.content] != entry.size:
+                raise ValueError(f"{path!r} has another size than a file of the same content")
+        if wrong := tree.parents & tree.entries.keys():
+            raise ValueError(f"something lies below {min(wrong)!r}, which is no folder with something in it")
+        return tree

@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torchx_monarch.code_sync.ignores import GIT_IGNORE, IgnoreRules
 from torchx_monarch.code_sync.manifest import EXECUTABLE, FILE, FOLDER, LINK, MAX_ENTRIES, Entry, Tree
-
-_READ = 1 << 20
-"""Bytes of a file to read with one call."""
+from torchx_monarch.code_sync.upload import ChangedError, copy
 
 _MAX_FILE_BYTES, _MAX_TOTAL_BYTES = 100 << 20, 1 << 30
 """The largest size of a file and of all files: a larger folder is assumed to hold more than code."""
+
+_HINT = "name what is not code in .torchxignore or .gitignore"
+
+_TRIES = 5
+"""Number of attempts to send a workspace that changes between scan and transfer."""
 
 
 class ScanError(Exception):
@@ -33,10 +35,23 @@ def scan(root: str) -> Tree:
     try:
         return Tree(_entries(root))
     except OSError as error:
-        raise ScanError(
-            f"cannot read {error.filename} of the workspace: {error.strerror}; what is not for the hosts can be "
-            "named in .torchxignore or .gitignore"
-        ) from None
+        raise ScanError(f"cannot read {error.filename} of the workspace: {error.strerror}; {_HINT}") from None
+
+
+def scan_and_send(root: str, send: Callable[[Tree], object]) -> str:
+    """Scan a workspace and send it, and again if a file changes meanwhile; return the hash of its tree.
+
+    Args:
+        send: sends the contents of a tree; raises ``ChangedError`` if a file does not have the one in the tree.
+    """
+    for _ in range(_TRIES):
+        tree = scan(root)
+        try:
+            send(tree)
+            return tree.hash
+        except ChangedError as error:
+            changing = error
+    raise ScanError(f"{changing} changes all the time: {_HINT}")
 
 
 def _entries(root: str) -> dict[str, Entry]:
@@ -49,18 +64,17 @@ def _entries(root: str) -> dict[str, Entry]:
             elif found.is_symlink():
                 entries[path] = Entry(LINK, os.readlink(found.path), 0)
             elif found.is_file(follow_symlinks=False):  # sockets and pipes are meaningless on another machine
-                total += _limited(found.path, found.stat(follow_symlinks=False).st_size)
+                size = found.stat(follow_symlinks=False).st_size
+                if size > _MAX_FILE_BYTES:
+                    limit = _in_words(_MAX_FILE_BYTES)
+                    raise ScanError(f"{found.path} has {_in_words(size)}, and a file of code at most {limit}: {_HINT}")
+                total += size
                 files.append(path)
         if len(entries) + len(files) > MAX_ENTRIES:
-            raise ScanError(
-                f"the workspace {root} has more than {MAX_ENTRIES} files: name a smaller folder as the workspace, or "
-                "what is not code in .torchxignore or .gitignore"
-            )
+            raise ScanError(f"the workspace {root} has more than {MAX_ENTRIES} files: name a smaller one, or {_HINT}")
     if total > _MAX_TOTAL_BYTES:
-        raise ScanError(
-            f"the files of the workspace {root} have {_in_words(total)}, and code at most "
-            f"{_in_words(_MAX_TOTAL_BYTES)}: name what is not code in .torchxignore or .gitignore"
-        )
+        limit = _in_words(_MAX_TOTAL_BYTES)
+        raise ScanError(f"the files of the workspace {root} have {_in_words(total)}, and code at most {limit}: {_HINT}")
     for path in files:
         with contextlib.suppress(FileNotFoundError):
             entries[path] = _read(os.path.join(root, path))
@@ -94,22 +108,9 @@ def _walk(root: str) -> Iterator[tuple[str, os.DirEntry[str] | None]]:
 
 
 def _read(path: str) -> Entry:
-    digest, size = hashlib.sha256(), 0
     with open(path, "rb", buffering=0) as file:
         kind = EXECUTABLE if os.fstat(file.fileno()).st_mode & stat.S_IXUSR else FILE
-        while data := file.read(_READ):
-            digest.update(data)
-            size += len(data)
-    return Entry(kind, digest.hexdigest(), _limited(path, size))
-
-
-def _limited(path: str, size: int) -> int:
-    if size > _MAX_FILE_BYTES:
-        raise ScanError(
-            f"{path} has {_in_words(size)}, and a file of code at most {_in_words(_MAX_FILE_BYTES)}: name it in "
-            ".torchxignore or .gitignore"
-        )
-    return size
+        return Entry(kind, copy(file.read, lambda data: None), file.tell())
 
 
 def _in_words(size: int) -> str:

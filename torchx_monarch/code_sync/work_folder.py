@@ -8,15 +8,11 @@ the store.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Callable
 
 from torchx_monarch.code_sync.manifest import EXECUTABLE, FOLDER, LINK, Tree
 from torchx_monarch.system import safe_files
-
-_PIECE = 1 << 20
-"""Most bytes that are read at a time."""
 
 _BYTECODE = "__pycache__"
 """It goes with the code: Python compares it with the size and the whole seconds of its source, and a source can be
@@ -56,11 +52,11 @@ class WorkFolder:
         self._code = code
 
 
-def write_tree(tree: Tree, folder: str, source: Callable[[str], str]) -> None:
+def write_tree(tree: Tree, folder: str, content: Callable[[str], bytes]) -> None:
     """Write a tree into a folder, which is created.
 
     Args:
-        source: called with a digest; returns the path of the file with that content.
+        content: called with a digest; returns that content.
     """
     os.mkdir(folder, 0o700)
     root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -76,18 +72,8 @@ def write_tree(tree: Tree, folder: str, source: Callable[[str], str]) -> None:
                 mode = 0o700 if entry.kind == EXECUTABLE else 0o600
                 target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=root)
                 try:
-                    _copy(source(entry.content), entry.size, target)
+                    safe_files.write_all(target, content(entry.content))
                 finally:
                     os.close(target)
     finally:
         os.close(root)
-
-
-def _copy(path: str, size: int, target: int) -> None:
-    # A program may have put a FIFO, a link or a shorter file there.
-    with open(safe_files.open_file(path), "rb", buffering=0) as content:
-        if os.fstat(content.fileno()).st_size != size:
-            raise OSError(errno.ESTALE, "a program has changed it", path)
-        while size and (data := content.read(min(size, _PIECE))):
-            size -= len(data)
-            safe_files.write_all(target, data)

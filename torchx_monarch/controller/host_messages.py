@@ -197,17 +197,9 @@ class FinishRun(Request[None]):
 
 @dataclasses.dataclass(frozen=True)
 class ProbeFile(Request[bool]):
-    """Find out whether the host sees a file with a text."""
+    """Find out whether the host sees a file."""
 
     path: str
-    text: str
-
-
-@dataclasses.dataclass(frozen=True)
-class FetchCode(Request[None]):
-    """Get code from replica 0 unless the host has it (see ``host.code_distribution``)."""
-
-    tree: str
 
 
 @dataclasses.dataclass(frozen=True)

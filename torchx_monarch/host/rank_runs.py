@@ -149,10 +149,10 @@ class RankRuns(Workload):
             return None
         from torchx_monarch.controller.run_queue import RunQueue
 
-        code, log_dir = self._code, self._host.log_dir
+        log_dir = self._host.log_dir
         queue = RunQueue(hosts, rendezvous, self._allocation, log_dir, lambda: self._zygotes.ready)
-        queue.serve("sync", functools.partial(code.serve_client, queue))
-        rendezvous.clients["code"] = code.serve_host
+        queue.serve("sync", functools.partial(self._code.serve_client, queue))
+        rendezvous.clients["code"] = self._code.serve_host
         return queue
 
     # -- a run ---------------------------------------------------------------------------------------------------------
@@ -205,7 +205,6 @@ class RankRuns(Workload):
             return self._begun[1]
         cwd = request.cwd or os.getcwd()
         if request.code:
-            await self._fetch(request.code)
             cwd = await self._code.checkout(request.code, request.workspace)
         folder = os.path.join(host.log_dir, f"run_{begin.number}")
         self._function_file = os.path.join(folder, "function") if request.function else ""
@@ -234,16 +233,11 @@ class RankRuns(Workload):
                 os.unlink(self._function_file)
         output.end(read_values(os.path.dirname(self._function_file), ranks) if self._function_file else iter(()))
 
-    async def _fetch(self, tree: str) -> None:
-        """Get code from replica 0, unless it is on this host, or this host is replica 0."""
-        if self._host.options.replica:
-            await self._code.fetch(tree, self._host.connect)
-
     @functools.cached_property
     def _code(self) -> HostCode:
         from torchx_monarch.host.code_distribution import HostCode
 
-        return HostCode(os.path.join(self._host.sockets, "code"), self._host.name)
+        return HostCode(os.path.join(self._host.sockets, "code"), self._host.connect)
 
     def _command_of(self, request: RunRequest, cwd: str, environ: Mapping[str, str]) -> Command:
         spec, replicas = self._allocation, self._host.options.world
@@ -274,12 +268,8 @@ class RankRuns(Workload):
             case host_messages.ReadOutput():
                 is_present = self._output is not None and self._output.token == request.token
                 return await self._output.read() if self._output is not None and is_present else ""
-            case host_messages.FetchCode():
-                return await self._fetch(request.tree)
             case host_messages.ProbeFile():
-                from torchx_monarch.host.code_distribution import probe
-
-                return await probe(request.path, request.text)
+                return await asyncio.to_thread(os.path.exists, request.path)
         pool = self.pool
         assert pool is not None
         match request:

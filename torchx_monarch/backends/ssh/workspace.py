@@ -15,12 +15,10 @@ from torchx.workspace import WorkspaceMixin
 
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.ssh.native import MachineConnection, at_once
-from torchx_monarch.code_sync.manifest import ChangedError, Tree, is_home_or_root, pack
+from torchx_monarch.code_sync.manifest import Tree, is_home_or_root
+from torchx_monarch.code_sync.upload import PIECE, pack
 
 _log = logging.getLogger("torchx_monarch")
-
-_TRIES = 5
-"""Number of attempts to send a workspace that changes between scan and transfer."""
 
 
 class SentWorkspace(WorkspaceMixin[None]):  # type: ignore[misc]
@@ -54,20 +52,16 @@ def send(projects: Mapping[str, str], connections: Mapping[str, MachineConnectio
     """Send a workspace (``projects``) to machines, by their names; return its hash, empty without one."""
     if not projects:
         return ""
-    from torchx_monarch.code_sync.scan import ScanError, scan
+    from torchx_monarch.code_sync.scan import ScanError, scan_and_send
+
+    def send_tree(tree: Tree) -> None:
+        at_once(lambda name: _send_tree(root, tree, connections[name]), connections, needs_all=True)
 
     with _merged(projects) as root:
-        for _ in range(_TRIES):
-            try:
-                tree = scan(root)
-                at_once(lambda name: _send_tree(root, tree, connections[name]), connections, needs_all=True)  # noqa: B023
-            except ScanError as error:
-                raise UserError(f"{error} (or take no workspace along: --workspace '')") from None
-            except ChangedError as error:
-                changing = error
-            else:
-                return tree.hash
-    raise UserError(f"{changing} changes all the time: name it in .torchxignore, or take no workspace along")
+        try:
+            return scan_and_send(root, send_tree)
+        except (ScanError, OSError) as error:
+            raise UserError(f"{error} (or take no workspace along: --workspace '')") from None
 
 
 @contextlib.contextmanager
@@ -84,10 +78,8 @@ def _merged(projects: Mapping[str, str]) -> Iterator[str]:
 
 
 def _send_tree(root: str, tree: Tree, connection: MachineConnection) -> None:
-    missing = connection.ask("expect_code", may_reconnect=False, tree=_text(tree.encode()))
-    for piece in pack(tree.files(root, missing)):
-        connection.ask("take_code", may_reconnect=False, piece=_text(piece))
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
+    missing = connection.ask("expect_code", may_reconnect=False, digests=list(tree.contents))
+    with tempfile.TemporaryFile() as file:
+        pack(root, tree, missing, file)
+        while piece := file.read(PIECE):
+            connection.ask("take_code", may_reconnect=False, piece=base64.b64encode(piece).decode())

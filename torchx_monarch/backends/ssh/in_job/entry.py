@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
 import itertools
 import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -27,8 +25,8 @@ from torchx_monarch.backends.core.timed_line import LogQuery
 from torchx_monarch.backends.local import folder, gpus, machine_queue
 from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.backends.ssh.in_job.wire import MAX_LINES, PYTHON_FILE, READY, FoundReplica, Place
-from torchx_monarch.code_sync.code_store import ContentStore
 from torchx_monarch.code_sync.manifest import Tree
+from torchx_monarch.code_sync.upload import Upload, UploadError, copy
 from torchx_monarch.code_sync.work_folder import write_tree
 from torchx_monarch.insight import events
 from torchx_monarch.model import codec
@@ -86,51 +84,61 @@ def _find(name: str, brief: bool = True) -> FoundReplica | None:
     return FoundReplica(place, record, paths.load_ending(), happened)
 
 
-class Code(ContentStore):
-    """The workspaces that one connection has brought, in folders for replicas."""
+class Code:
+    """The workspaces that one connection has brought, in folders for replicas; later ones find their contents here."""
 
     def __init__(self) -> None:
-        super().__init__(os.path.join(state_files.state_dir(), "code"))
+        self._folder = os.path.join(state_files.state_dir(), "code")
         self._trees: dict[str, Tree] = {}
-        self._incoming = ""
+        self._arriving: Upload | None = None
 
-    def expect(self, encoded: bytes) -> list[str]:
-        """Prepare to receive a workspace, a ``Tree``; return the digests of the contents that are not here."""
-        tree = Tree.decode(encoded)
+    def expect(self, digests: list[str]) -> list[str]:
+        """Prepare to receive a workspace; return the digests of its contents that are not here."""
+        with contextlib.suppress(UploadError):  # the client has given up one before, as a file has changed
+            self._store()
         state_files.make_folder("code")
         oldest = time.time() - max(state_files.keep_days(), 1.0) * 86400
-        for name in state_files.names_in(self.folder):
+        for name in state_files.names_in(self._folder):
             with contextlib.suppress(OSError):
-                if os.stat(self.path(name), follow_symlinks=False).st_mtime < oldest:
-                    run_dirs.remove_tree(self.path(name))
-        self._trees[tree.hash] = tree
-        stored = {digest for digest in tree.contents if self._has(digest)}
-        missing = self.receive(tree, stored, incoming := tempfile.mkdtemp(prefix=".new-", dir=self.folder))
-        self._incoming = incoming
-        return missing
+                if os.stat(self._path(name), follow_symlinks=False).st_mtime < oldest:
+                    run_dirs.remove_tree(self._path(name))
+        self._arriving = Upload(self._folder)
+        return [digest for digest in digests if not self._has(digest)]
 
-    def cancel_transfer(self) -> None:
-        """Cancel the current transfer, and remove its folder, which is this connection's own."""
-        super().cancel_transfer()
-        if self._incoming:
-            run_dirs.remove_tree(self._incoming)
-        self._incoming = ""
+    def take(self, piece: bytes) -> None:
+        """Receive a piece of an upload with these contents."""
+        assert self._arriving is not None
+        self._arriving.append(piece)
 
     def check_out(self, tree_hash: str, folder: str) -> None:
         """Make a folder with a workspace that was received."""
-        write_tree(self._trees[tree_hash], folder, self.path)
+        self._store()
+        write_tree(self._trees[tree_hash], folder, self._content)
+
+    def _store(self) -> None:
+        """Store the upload that has arrived."""
+        upload, self._arriving = self._arriving, None
+        if upload is None:
+            return
+        upload.unpack(lambda size: None)
+        for digest in upload.contents:
+            safe_files.replace_file(self._path(digest), upload.content(digest))
+        self._trees[upload.tree.hash] = upload.tree
+
+    def _path(self, digest: str) -> str:
+        return os.path.join(self._folder, digest)
+
+    def _content(self, digest: str) -> bytes:
+        return safe_files.read_file(self._path(digest), limit=1 << 40)
 
     def _has(self, digest: str) -> bool:
         """Return whether a content is here as it was sent: a machine that lost its power may have lost some of it."""
-        found = hashlib.sha256()
         try:
-            with open(safe_files.open_file(self.path(digest)), "rb", buffering=0) as file:
+            with open(safe_files.open_file(self._path(digest)), "rb", buffering=0) as file:
                 os.utime(file.fileno())
-                while data := file.read(1 << 20):
-                    found.update(data)
+                return copy(file.read, lambda data: None) == digest
         except OSError:
             return False
-        return found.hexdigest() == digest
 
 
 class OrderServer:
@@ -145,12 +153,12 @@ class OrderServer:
         """Describe the machine."""
         return {"hostname": os.uname().nodename, "address": _address(), "python": sys.executable}
 
-    def expect_code(self, tree: str) -> Any:
-        """Prepare to receive a workspace; return which contents are not here."""
-        return self._code.expect(base64.b64decode(tree))
+    def expect_code(self, digests: list[str]) -> Any:
+        """Prepare to receive a workspace with these contents; return which are not here."""
+        return self._code.expect(digests)
 
     def take_code(self, piece: str) -> Any:
-        """Receive a piece of the archive of these contents."""
+        """Receive a piece of an upload with these contents."""
         self._code.take(base64.b64decode(piece))
 
     def start(self, name: str, request: Any, place: Any, gpu_count: int, workspace: str, app: Any) -> Any:
@@ -194,9 +202,8 @@ class OrderServer:
             safe_files.replace_file(os.path.join(state_files.state_dir(), PYTHON_FILE), os.fsencode(sys.executable))
 
     def confirm(self) -> Any:
-        """Keep what was started. The client may keep the connection, so what only it needs goes now."""
+        """Keep what was started."""
         self._unconfirmed.clear()
-        self._code.cancel_transfer()
 
     def give_up(self) -> Any:
         """Remove what was started and not confirmed."""
