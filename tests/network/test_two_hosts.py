@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Jobs whose hosts are on machines of their own."""
+"""Jobs whose hosts are on machines of their own, their pre-flight, and many hosts at once."""
 
 from __future__ import annotations
 
+import json
+import re
+import signal
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -95,3 +100,99 @@ def test_goes_on_when_a_machine_is_cut_off_and_its_host_replaced(
     if lost == 1:
         assert "host 1 (" in hosts.err(0)
         assert "lost replica 0" in hosts.err(1)
+
+
+BENCH = Path(__file__).parents[2] / "bench" / "rendezvous.py"
+
+
+@pytest.mark.nightly("15 s of processor time; 8 real hosts register every time")
+def test_64_hosts_register_over_tls_and_learn_the_result(tmp_path: Path) -> None:
+    table = tmp_path / "result.json"
+    command = [sys.executable, str(BENCH), "--hosts", "64", "--rounds", "1", "--alive", "0.1", "--json", str(table)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (sample,) = json.loads(table.read_text())["hosts"]["64"]
+    assert 0 < sample["memory"] < 160  # KiB of replica 0 for each host; asyncio's own buffers alone would be 256
+    assert sample["retries"] >= 0 and sample["result"] > 0
+
+
+_SLEEPS_UNTIL_THE_FILE_IS_THERE = (
+    'echo "attempt $TORCHELASTIC_RESTART_COUNT world $WORLD_SIZE rank $RANK"; while [ ! -e "$0" ]; do sleep 2; done'
+)
+
+
+@pytest.mark.parametrize(
+    "count", [8, pytest.param(64, marks=pytest.mark.nightly("two minutes of both processors; 8 hosts do the same"))]
+)
+def test_many_machines_lose_one_go_on_with_its_replacement_and_end(
+    network: Callable[[int], Network],
+    networked: Callable[..., Hosts],
+    tmp_path: Path,
+    count: int,
+) -> None:
+    machines = network(count)
+    done = tmp_path / "done"
+    program = ["--no-python", "sh", "-c", _SLEEPS_UNTIL_THE_FILE_IS_THERE, str(done)]
+    command = ["torchrun", "--nnodes", str(count), "--nproc-per-node", "1", "--tee", "3", *program]
+    options = ("--grace", "5", "--preload", "", "--replacements", "1", "--rejoin-timeout", "300")
+    hosts = networked(machines, command, count, options=options).start()
+
+    def in_attempt(number: int) -> bool:
+        line = f"attempt {number} world {count} rank "
+        assert hosts.processes[0].poll() is None, hosts.err()
+        return all(line in hosts.out(replica) for replica in range(count))
+
+    until(lambda: in_attempt(0), "the first attempt", 300)
+    lost = count // 2
+    hosts.processes[lost].send_signal(signal.SIGKILL)
+    hosts.processes[lost].wait(WITHIN)
+    hosts.start(lost)
+    until(lambda: in_attempt(1), "the second attempt", 300)
+    done.touch()
+    assert set(hosts.wait(300)) == {0}, hosts.err()
+    numbers = {re.search(rf"attempt 1 world {count} rank (\d+)", hosts.out(number))[1] for number in range(count)}  # type: ignore[index]
+    assert numbers == {str(number) for number in range(count)}
+    assert "attempt 2" not in "".join(hosts.out(number) for number in range(count))
+
+
+@pytest.fixture
+def new_hosts(
+    network: Callable[[int], Network], networked: Callable[..., Hosts], tmp_path: Path
+) -> Callable[..., Hosts]:
+    """Makes hosts, which are not started, on machines whose scripts end with these lines."""
+
+    def make(text: str, *lines: str, options: tuple[str, ...] = ()) -> Hosts:
+        for machine, line in enumerate(lines):
+            (tmp_path / str(machine)).mkdir()
+            (tmp_path / str(machine) / "prog.py").write_text(f"{text}\n{line}")
+        machines = network(2)
+        command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--tee", "3", "prog.py"]
+        hosts = networked(machines, command, options=("--grace", "5", *options))
+        hosts.within = {k: (*machines.within(k), "env", "-C", str(tmp_path / str(k))) for k in range(2)}
+        return hosts
+
+    return make
+
+
+def test_hosts_that_are_alike_run(new_hosts: Callable[..., Hosts]) -> None:
+    hosts = new_hosts("print('runs', flush=True)", "", "", options=("--preload", "", "--preflight", "on"))
+    assert hosts.start().wait() == [0, 0], hosts.err() + hosts.err(1)
+    assert "[monarch] pre-flight: 2 hosts are alike" in hosts.out() + hosts.err()
+    assert "runs" in hosts.out(1)
+
+
+def test_every_difference_is_named_and_no_rank_starts(new_hosts: Callable[..., Hosts]) -> None:
+    hosts = new_hosts("print('runs', flush=True)", "", "# older", options=("--preload", "", "--preflight", "on"))
+    assert hosts.start().wait() == [1, 1], hosts.err() + hosts.err(1)
+    (line,) = {line for line in (hosts.out() + hosts.err()).splitlines() if "[monarch] pre-flight: host" in line}
+    assert "pre-flight: host 1 (" in line and " has the program " in line
+    assert "runs" not in hosts.out() + hosts.out(1)
+
+
+def test_without_it_the_log_says_once_how_hosts_differ(new_hosts: Callable[..., Hosts]) -> None:
+    hosts = new_hosts("import os\nos._exit(int(os.environ['RANK']))", "", "# older", options=("--preload", "sqlite3"))
+    assert hosts.start().wait() == [1, 1], hosts.err() + hosts.err(1)
+    lines = [line for line in (hosts.out() + hosts.err()).splitlines() if "hosts differ" in line]
+    (line,) = lines
+    assert line.startswith("[monarch] hosts differ: host 1 (") and " has the program " in line and "; copy the" in line
+    assert '"kind": "differences"' in (hosts.folder / "events.jsonl").read_text()

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Jobs on a real Slurm: they run, fail, are looked at and cancelled."""
+"""Jobs on a real Slurm: they run, fail, are looked at and cancelled; Monarch clients, and containers by a stand-in."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from torchx.specs import AppState, RetryPolicy
+from torchx.specs import AppState, BindMount, RetryPolicy
 
 from tests.clusters.slurm.apps import Apps, sh
 from tests.clusters.slurm.cluster import SlurmCluster
@@ -133,3 +137,77 @@ def test_jobs_that_the_controller_has_forgotten(
             assert apps.status(bad).state is AppState.FAILED
     finally:
         cluster.controller()
+
+
+SERVICES = """
+import json
+import psutil
+from monarch.job import MeshAdminConfig
+from torchx_monarch import MonarchJob
+
+job = MonarchJob({"trainers": 2, "loaders": 1}, "monarch_slurm", out_of_cluster={OUT})
+job.enable_telemetry(include_dashboard=False, mesh_admin_config=MeshAdminConfig("127.0.0.1:0"))
+state = job.state(cached_path=None)
+for mesh in (state.trainers, state.loaders):
+    mesh.spawn_procs().initialized.get(timeout=240)
+listeners = [found.laddr.ip for found in psutil.Process().net_connections("tcp") if found.status == psutil.CONN_LISTEN]
+tables = state.query_engine_client.query("show tables", timeout=120)
+job.kill()
+print(json.dumps([str(tables), state.admin_url, [ip for ip in listeners if ip != "127.0.0.1"]]))
+"""
+
+
+def client(cluster: SlurmCluster, folder: Path, text: str) -> tuple[Any, str]:
+    """Run a Monarch client on what is a login node, and knows the nodes by name: its last line as JSON, and stderr."""
+    (folder / "client.py").write_text(text)
+    words = f"mount --bind {cluster.conf.parent}/hosts /etc/hosts; exec {sys.executable} client.py"
+    login = ["unshare", "--mount", "sh", "-c", words]
+    done = subprocess.run(login, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+@pytest.mark.nightly("9 s of processor time each; monarch_local has both every time")
+@pytest.mark.parametrize("out_of_cluster", [False, True])
+def test_telemetry_and_the_mesh_admin_reach_the_nodes(
+    apps: Apps, cluster: SlurmCluster, tmp_path: Path, out_of_cluster: bool
+) -> None:
+    """They are, in part, a process of their own, which is started before the hosts are known."""
+    (tables, admin, listeners), log = client(cluster, tmp_path, SERVICES.replace("{OUT}", str(out_of_cluster)))
+    assert "actors'" in tables and admin.startswith("https://")
+    assert "failed" not in log, log
+    # Hosts dial a client back, unless it goes through one of them.
+    assert len(listeners) == (0 if out_of_cluster else 1)
+
+
+@pytest.mark.scenario("containers: pyxis", wire="stub")
+def test_pyxis_is_given_image_mounts_and_folder(
+    apps: Apps, cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "data").mkdir()
+    given, target = str(tmp_path / "data"), str(tmp_path / "there")
+    check = f"import os; print(os.getcwd()); open({target!r} + '/x', 'w')"
+    mounts = [BindMount(given, target, read_only=True)]
+    role = apps.torchrun(apps.program(check), nproc=1, image="ghcr.io/me/image:1", mounts=mounts, max_retries=1)
+    with monkeypatch.context() as within:
+        within.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        handle = apps.run(role, container="pyxis")
+    status = apps.wait(handle, AppState.FAILED)
+    assert status.num_restarts == 1
+    assert "Read-only file system" in json.loads(status.structured_error_msg)["message"]["message"]
+    assert f"{tmp_path}/work\n" in apps.log(handle)  # either rank may be the first to fail, and the other is stopped
+    job = apps.paths(handle).root
+    binds = sorted([f"{tmp_path}/work:{tmp_path}/work", f"{given}:{target}:ro", f"{job}:{job}"])
+    for line in cluster.pyxis_notes.read_text().splitlines()[-2:]:
+        image, told, workdir = line.split("|")
+        assert (image, sorted(told.split(",")), workdir) == ("ghcr.io#me/image:1", binds, f"{tmp_path}/work")
+
+
+@pytest.mark.scenario("containers: pyxis", wire="stub")
+def test_an_image_that_pyxis_cannot_import_is_the_cause(apps: Apps) -> None:
+    role = sh("true")
+    role.image = "missing"
+    status = apps.wait(apps.run(role, container="pyxis"), AppState.FAILED)
+    assert status.msg.endswith("no container of missing has started: pyxis: failed to import docker image"), status.msg
