@@ -134,7 +134,7 @@ test-nightly: lint system
 	python -m pytest -n 5 --torchrun live --image --nightly --hypothesis-profile nightly $(PYTESTFLAGS)
 	python -m pytest -n 5 --ranks fresh tests/conformance $(PYTESTFLAGS)
 	python -m pip install -q -c constraints.txt transformers lightning accelerate torchft-nightly
-	python -m pytest --nightly tests/conformance/test_fresh_values.py tests/local/test_torchft.py $(PYTESTFLAGS)
+	python -m pytest --nightly tests/conformance/test_fresh_values.py tests/local/test_pipeline.py $(PYTESTFLAGS)
 	$(MAKE) soak
 
 # After a change of the conformance tests, or of torch.

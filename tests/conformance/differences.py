@@ -337,7 +337,7 @@ class Difference(Enum):
 
 
 def differs(*differences: Difference) -> Callable[[Function], Function]:
-    """Return a decorator for what shows these differences (see ``test_differences``)."""
+    """Return a decorator for what shows these differences (see ``test_against_torchrun``)."""
     assert differences
     return lambda function: function
 

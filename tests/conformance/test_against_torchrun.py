@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The real ``python -m torch.distributed.run``: the forked one of the other tests shows a script the same."""
+"""The real ``torch.distributed.run`` shows a script what the forked one of the tests does; the list of differences."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.conformance.differences import Difference, render
 from tests.conformance.launchers import REPORT, Launchers
 
 OBSERVE = (
@@ -72,3 +73,18 @@ def test_forked_torchrun_is_torchrun(form: str, both: Launchers, tmp_path: Path)
         assert {
             name: (value, forked[rank][name]) for name, value in report.items() if value != forked[rank][name]
         } == {}
+
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "explanation" / "differences.md"
+
+
+def test_page_holds_the_list() -> None:
+    table = "".join(line for line in PAGE.read_text().splitlines(keepends=True) if line.startswith("|"))
+    assert table == render(), "run `python -m tests.conformance.differences` and put its table into the page"
+
+
+@pytest.mark.parametrize("difference", Difference, ids=lambda difference: difference.name)
+def test_difference_is_tested(difference: Difference) -> None:
+    modules = [path for path in HERE.glob("test_*.py") if path.name != Path(__file__).name]
+    assert any(f"Difference.{difference.name}" in path.read_text() for path in modules)

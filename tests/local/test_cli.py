@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,14 +22,8 @@ from tests.waits import WITHIN, until
 from torchx_monarch.schedulers import monarch_local
 
 RUN = [*TORCHX, "run", "-s", "monarch_local"]
-
-
-def torchx(*words: str, cwd: Path | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return run_torchx(*words, cwd=cwd, seconds=WITHIN, check=check)
-
-
-def run(*words: str, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return torchx("run", "-s", "monarch_local", *words, cwd=cwd, check=check)
+torchx = partial(run_torchx, seconds=WITHIN, check=True)
+run = partial(torchx, "run", "-s", "monarch_local")
 
 
 def state(handle: str) -> str:

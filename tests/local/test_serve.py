@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,7 @@ from torchx_monarch import SPMDError, serve
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 
 CFG = {"preload": "none", "grace": 3}
-
-
-def torchx(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return run_torchx(*words, check=check)
+torchx = partial(run_torchx, check=True)
 
 
 @pytest.fixture

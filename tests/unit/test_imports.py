@@ -14,6 +14,7 @@ import pytest
 
 import torchx_monarch
 from tests.waits import WITHIN
+from torchx_monarch.schedulers import NAMES
 from torchx_monarch.schedulers.monarch import MonarchScheduler, MonarchWorkspaceScheduler
 
 _PACKAGE = Path(torchx_monarch.__file__).parent
@@ -30,15 +31,7 @@ _SUBMIT_SIDE = (
     "import torchx_monarch.cli.main",
     "import torchx_plugins.schedulers.torchx_monarch",
     "from torchx.runner import get_runner; get_runner()._scheduler('monarch_local')",
-    "from torchx_monarch.schedulers import monarch_docker; monarch_docker('')",
-    "from torchx_monarch.schedulers import monarch_kubernetes; monarch_kubernetes('')",
-    "from torchx_monarch.schedulers import monarch_slurm; monarch_slurm('torchx')",
-    "from torchx_monarch.schedulers import monarch_aws_batch; monarch_aws_batch('torchx')",
-    "from torchx_monarch.schedulers import monarch_pbs; monarch_pbs('torchx')",
-    "from torchx_monarch.schedulers import monarch_lsf; monarch_lsf('torchx')",
-    "from torchx_monarch.schedulers import monarch_htcondor; monarch_htcondor('torchx')",
-    "from torchx_monarch.schedulers import monarch_sge; monarch_sge('torchx')",
-    "from torchx_monarch.schedulers import monarch_ssh; monarch_ssh('torchx')",
+    *(f"from torchx_monarch.schedulers import {name}; {name}('torchx')" for name in NAMES),
     "from torchx.schedulers.slurm_scheduler import create_scheduler as inner\n"
     "from torchx_monarch.schedulers import wrap; wrap('acme', 'torchx', inner('torchx'))",
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The functions that a loaded library imports are found and replaced; when that guards Monarch's sockets.
 
-Python's own socket library stands for Monarch's. Who is refused then: tests/local/test_other_users.py.
+Python's own socket library stands for Monarch's. Who is refused then: tests/local/test_private_files.py.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 TESTED = ("0.7.0",)
-"""Versions of Monarch with which tests/local/test_other_users.py has passed."""
+"""Versions of Monarch with which tests/local/test_private_files.py has passed."""
 
 _FUNCTIONS = ("accept4", "accept")
 
