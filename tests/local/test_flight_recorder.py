@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,11 @@ import pytest
 from tests.local.hosts import Hosts, torchrun
 from tests.local.test_stacks import wait_for
 from tests.waits import WITHIN
-from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
+from torchx_monarch.host.ranks.flight_recorders import FlightRecorders, collect, status
+from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.host.ranks.rank_recorder import FAILURE, GROUPS, HEAD, MAX_RECENT
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus
+from torchx_monarch.system import children
 
 START = """
         import torch, torch.distributed as dist
@@ -94,20 +96,35 @@ def dump(content: bytes = b"", size: int | None = None) -> bytes:
     return HEAD.pack(b"g", len(content) if size is None else size) + content
 
 
+@contextlib.contextmanager
+def this_process(logs: Path | None = None) -> Iterator[Rank]:
+    """Have this process count as a rank."""
+    rank = Rank(0, 0, lambda: None)
+    rank.pid, rank.directory = os.getpid(), logs
+    children.owners[rank.pid] = rank
+    try:
+        yield rank
+    finally:
+        children.owners.pop(rank.pid, None)
+        rank.pid = 0
+        rank.discard()
+
+
 async def _send(folder: Path, sent: bytes, logs: Path | None) -> None:
-    """Send bytes as a rank would, and wait until the host has hung up."""
+    """Send bytes as a rank would, or as another process without logs, and wait until the host has hung up."""
     recorders, loop = FlightRecorders(str(folder)), asyncio.get_running_loop()
     await recorders.start()
     await recorders.start()  # for the next run of an allocation
-    recorders.expect({os.getpid(): logs})
-    with socket.socket(socket.AF_UNIX) as rank:
-        rank.setblocking(False)
-        await loop.sock_connect(rank, recorders.path)
+    with socket.socket(socket.AF_UNIX) as client, this_process(logs) as rank:
+        if logs is None:
+            del children.owners[rank.pid]
+        client.setblocking(False)
+        await loop.sock_connect(client, recorders.path)
         with contextlib.suppress(ConnectionError):
-            await loop.sock_sendall(rank, sent)
-            await recorders.collect([os.getpid(), 1])
-            rank.shutdown(socket.SHUT_WR)
-            while await loop.sock_recv(rank, 10):
+            await loop.sock_sendall(client, sent)
+            await collect([rank])
+            client.shutdown(socket.SHUT_WR)
+            while await loop.sock_recv(client, 10):
                 pass
     assert recorders._server is not None
     recorders._server.close()
@@ -156,20 +173,22 @@ async def _answers(folder: Path, answer: bytes | None) -> dict[int, tuple[GroupS
     """What the host has of a rank that answers the request for its groups so; None for one that does not answer."""
     recorders, loop = FlightRecorders(str(folder)), asyncio.get_running_loop()
     await recorders.start()
-    pid = os.getpid()
-    with socket.socket(socket.AF_UNIX) as rank:
-        rank.setblocking(False)
-        await loop.sock_connect(rank, recorders.path)
-        while pid not in recorders._ranks:
+    other = Rank(1, 1, lambda: None)
+    with socket.socket(socket.AF_UNIX) as client, this_process() as rank:
+        client.setblocking(False)
+        await loop.sock_connect(client, recorders.path)
+        while rank.recorder is None:
             await asyncio.sleep(0.001)
-        first, second = (asyncio.ensure_future(recorders.status([pid, 1], 0.2 if answer is None else 20)) for _ in "12")
-        assert await loop.sock_recv(rank, 10) == GROUPS  # one request for both
+        within = 0.2 if answer is None else 20
+        first, second = (asyncio.ensure_future(status([rank, other], within)) for _ in "12")
+        assert await loop.sock_recv(client, 10) == GROUPS  # one request for both
         if answer is not None:
-            await loop.sock_sendall(rank, HEAD.pack(GROUPS, len(answer)) + answer)
+            await loop.sock_sendall(client, HEAD.pack(GROUPS, len(answer)) + answer)
         assert await first == await second
-        rank.shutdown(socket.SHUT_WR)
-        while await loop.sock_recv(rank, 10):
+        client.shutdown(socket.SHUT_WR)
+        while await loop.sock_recv(client, 10):
             pass
+    other.discard()
     assert recorders._server is not None
     recorders._server.close()
     await recorders._server.wait_closed()
@@ -180,11 +199,11 @@ def test_the_groups_of_a_rank_are_decoded(folder: Path) -> None:
     sent = json.dumps([{**GROUP, "waiting": ENTRY, "recent": [ENTRY] * 100}]).encode()
     entry = Collective(3, "gloo:all_reduce", ((7,), ()), 1.5)
     groups = (GroupStatus("0", "0-1", 3, 2, entry, (entry,) * MAX_RECENT),)
-    assert asyncio.run(_answers(folder, sent)) == {os.getpid(): groups, 1: ()}
+    assert asyncio.run(_answers(folder, sent)) == {os.getpid(): groups, 0: ()}
 
 
 def test_a_rank_that_does_not_answer_has_no_groups(folder: Path) -> None:
-    assert asyncio.run(_answers(folder, None)) == {1: ()}
+    assert asyncio.run(_answers(folder, None)) == {0: ()}
 
 
 @pytest.mark.parametrize(
@@ -200,4 +219,4 @@ def test_a_rank_that_does_not_answer_has_no_groups(folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_groups_that_no_rank_of_ours_sends_are_refused(folder: Path, sent: bytes) -> None:
-    assert asyncio.run(_answers(folder, sent)) == {os.getpid(): (), 1: ()}
+    assert asyncio.run(_answers(folder, sent)) == {os.getpid(): (), 0: ()}

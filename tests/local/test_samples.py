@@ -20,7 +20,6 @@ from tests.local.live import Live
 from tests.waits import WITHIN, until
 from torchx_monarch.client.rank_queries import ask_events, ask_samples
 from torchx_monarch.exceptions import RefusedError, UnreachableError
-from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.host.ranks.rank_samples import take_samples
 from torchx_monarch.insight.rank_sample import RankSample
@@ -75,7 +74,7 @@ def test_a_host_reads_proc_once_and_not_on_its_event_loop(tmp_path: Path) -> Non
             rank.begin(os.posix_spawnp("sleep", ["sleep", "300"], os.environ, setsid=True))
             rank.release()
         opened.clear()
-        samples = await take_samples(ranks, 0, "here", "app", FlightRecorders(str(tmp_path)))
+        samples = await take_samples(ranks, 0, "here", "app")
         for rank in ranks:
             rank.kill(signal.SIGKILL)
             await rank.drain()

@@ -24,7 +24,7 @@ def test_who_ends_and_who_is_reaped() -> None:
             os.kill(pid, signal.SIGKILL)
         await until_async(lambda: processes.process(killed) is None, "the end of orphans")
         assert child.is_running
-        late = children.own(killed)  # which was killed before its owner knew its pid
+        late = children.Child(killed)  # which was killed before its owner knew its pid
         assert (late.is_running, late.returncode) == (False, -signal.SIGKILL)
         with process:
             assert process.stdin is not None
@@ -40,6 +40,6 @@ def test_a_child_that_has_ended_before_it_is_owned() -> None:
         pid = forked()
         os.kill(pid, signal.SIGTERM)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert await asyncio.wait_for(children.own(pid).wait(), WITHIN) == -signal.SIGTERM
+        assert await asyncio.wait_for(children.Child(pid).wait(), WITHIN) == -signal.SIGTERM
 
     asyncio.run(main())

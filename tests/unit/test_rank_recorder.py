@@ -7,6 +7,7 @@ import asyncio
 import json
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,8 @@ from typing import Any
 import pytest
 
 from tests.waits import WITHIN, until_async
-from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
+from torchx_monarch.host.ranks.flight_recorders import FlightRecorders, collect, status
+from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.insight.hangs import Fault, RankCollectives, diagnose
 from torchx_monarch.insight.rank_sample import GroupStatus
 
@@ -53,24 +55,28 @@ TORCH = {
 }
 
 
-class Rank:
+class RankOfTorch(Rank):
     """A process with a stub of torch's binding, which has formed its groups, and the host to which it has connected."""
 
     def __init__(self, folder: Path, torch: str) -> None:
+        super().__init__(3, 3, lambda: None)
         self.folder = folder / "attempt_0"
+        self.directory = self.folder / "3"
         self.recorders = FlightRecorders(str(folder))
         self._stub = json.dumps({"functions": TORCH[torch], "configs": CONFIGS, "path": self.recorders.path})
 
-    async def __aenter__(self) -> Rank:
+    async def __aenter__(self) -> RankOfTorch:
         await self.recorders.start()
         self.process = subprocess.Popen([sys.executable, RANK], stdin=subprocess.PIPE, text=True)
-        self.recorders.expect({self.process.pid: self.folder / "3"})
+        self.begin(self.process.pid)
+        self.release()
         self._say(self._stub)
-        await until_async(lambda: self.process.pid in self.recorders.grouped, "the rank's groups")
+        await until_async(lambda: self.grouped, "the rank's groups")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.process.kill()
+        self.send(signal.SIGKILL)
+        await self.drain()
         self.process.communicate(timeout=WITHIN)
         assert self.recorders._server is not None
         self.recorders._server.close()
@@ -81,12 +87,12 @@ class Rank:
         print(line, file=self.process.stdin, flush=True)
 
     async def groups(self) -> dict[str, GroupStatus]:
-        answers = await self.recorders.status([self.process.pid], WITHIN)
-        return {group.name: group for group in answers[self.process.pid]}
+        answers = await status([self], WITHIN)
+        return {group.name: group for group in answers[self.pid]}
 
     async def fail(self) -> None:
         self._say("fail")
-        await until_async(lambda: self.process.pid in self.recorders.failed, "the failure")
+        await until_async(lambda: self.failure, "the failure")
 
     def dumps(self) -> dict[str, list[dict[str, Any]]]:
         files = sorted((self.folder / "flight_recorder").iterdir())
@@ -104,19 +110,19 @@ def folder() -> Iterator[Path]:
 @pytest.mark.parametrize("torch", TORCH)
 def test_each_recorder_is_read(torch: str, folder: Path) -> None:
     async def main() -> None:
-        async with Rank(folder, torch) as rank:
+        async with RankOfTorch(folder, torch) as rank:
             groups = await rank.groups()
             numbers = {name: (group.enqueued, group.completed) for name, group in groups.items()}
             if torch == "2.12":  # records NCCL alone
                 assert numbers == {"0": (2, 1), "1": (1, 1)}
             else:
                 assert numbers == {"0 (gloo)": (1, 1), "0 (nccl)": (2, 1), "1": (1, 1), "2": (1, 0)}
-            await rank.recorders.collect([rank.process.pid])
+            await collect([rank])
             gloo = {} if torch == "2.12" else {"gloo_rank_3": GLOO}
             assert rank.dumps() == {**gloo, "nccl_rank_3": NCCL}
             shutil.rmtree(rank.folder / "flight_recorder")
             await rank.fail()
-            assert rank.recorders.failed[rank.process.pid][1] == 5
+            assert rank.failure is not None and rank.failure[1] == 5
             assert rank.dumps() == {**gloo, "nccl_rank_3": NCCL}
 
     asyncio.run(asyncio.wait_for(main(), WITHIN))
@@ -126,7 +132,7 @@ def test_a_hang_of_one_recorder_is_named_beside_the_other(folder: Path) -> None:
     """Both count from 1: the other rank has called Gloo's collective of this number, and not NCCL's."""
 
     async def main() -> None:
-        async with Rank(folder, "2.13") as rank:
+        async with RankOfTorch(folder, "2.13") as rank:
             groups = tuple((await rank.groups()).values())
             late = tuple(
                 GroupStatus(group.name, group.ranks, 1 if group.name == "0 (nccl)" else 9, 1) for group in groups

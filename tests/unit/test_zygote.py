@@ -21,6 +21,7 @@ from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.ranks.zygote import Zygote, ZygoteError, Zygotes
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess, start_early
 from torchx_monarch.model.host_spec import HostSpec
+from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import processes
 
 _ZYGOTE_MAIN = str(Path(torchx_monarch.__file__).with_name("host") / "ranks" / "zygote_main.py")
@@ -83,11 +84,11 @@ def test_the_limit_of_processes_is_named(limit: int, tmp_path: Path, monkeypatch
         with started("limited") as zygote:
             assert (await zygote.imports())["unsafe"] == ""
             process, files = Rank(0, 0, lambda: None), os.listdir(f"/proc/{zygote.pid}/fd")
-            failure = await zygote.fork([(process, {"env": {"RANK": "3"}, "python": []})])
+            reached = rf"the limit of processes \(ulimit -u: {limit}, or pids.max of the container\) is reached"
+            with pytest.raises(LaunchError, match=f"^cannot start rank 3: {reached}$"):
+                await zygote.fork([(process, {"env": {"RANK": "3"}, "python": []})])
             process.discard()
             assert os.listdir(f"/proc/{zygote.pid}/fd") == files
-            reached = f"the limit of processes (ulimit -u: {limit}, or pids.max of the container) is reached"
-            assert failure == f"rank 3: {reached}"
 
     asyncio.run(main())
 

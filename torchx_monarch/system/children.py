@@ -8,7 +8,6 @@ the subreaper of its descendants, this process gets those whose parents have end
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -32,12 +31,14 @@ class Child:
         ended_at: seconds since the epoch; 0 before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pid: int = 0) -> None:
         self.pid = 0
         self.given: tuple[int, ...] = ()
         self.returncode: int | None = None
         self._ended = asyncio.Event()
         self.ended_at = 0.0
+        if pid:
+            self.begin(pid)
 
     @property
     def is_running(self) -> bool:
@@ -46,13 +47,13 @@ class Child:
     def begin(self, pid: int) -> None:
         """Own a child, which runs now or has ended just now, and has had no owner. Call this in the event loop."""
         self.pid = pid
-        _owners[pid] = self
+        owners[pid] = self
         self.close_given()
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, _reap)
+        loop.add_signal_handler(signal.SIGCHLD, processes.reap, _has_ended)
         try:
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                loop.call_soon(_reap)
+                loop.call_soon(processes.reap, _has_ended)
         except ChildProcessError:  # it was killed, and reaped as an orphan, before this process knew it
             _has_ended(pid, -signal.SIGKILL)
 
@@ -78,29 +79,19 @@ class Child:
         self._ended.set()
 
 
-_owners: dict[int, Child] = {}
-
-
-def own(pid: int) -> Child:
-    """Own a child that nobody owns yet (see ``Child.begin``)."""
-    child = Child()
-    child.begin(pid)
-    return child
+owners: dict[int, Child] = {}
+"""The children that have an owner, by pid."""
 
 
 def start(words: Sequence[str], **options: Any) -> tuple[Child, subprocess.Popen[bytes]]:
     """Start a child; options are those of ``subprocess.Popen``, whose object is for the pipes alone."""
     process = subprocess.Popen(words, bufsize=0, **options)
     process.returncode = 0  # without this, it would wait for the child, too
-    return own(process.pid), process
-
-
-def _reap() -> None:
-    processes.reap(_has_ended)
+    return Child(process.pid), process
 
 
 def _has_ended(pid: int, code: int) -> None:
-    if child := _owners.pop(pid, None):
+    if child := owners.pop(pid, None):
         child.end(code)
 
 
@@ -111,18 +102,12 @@ async def end_orphans(job: str, groups: Collection[int]) -> list[int]:
     """
 
     def orphans() -> list[int]:
-        return processes.descendants(os.getpid(), job, without=_owners)
+        return processes.descendants(os.getpid(), job, without=owners)
 
     def members() -> list[int]:
-        return [pid for pid in orphans() if _group(pid) in groups]
+        return [pid for pid in orphans() if (found := processes.process(pid)) and found.group in groups]
 
     for find, patience in ((members, _MEMBERS_PATIENCE), (orphans, processes.DAEMONS_PATIENCE)):
         for pause in processes.end(find, patience):
             await asyncio.sleep(pause)
     return orphans()
-
-
-def _group(pid: int) -> int:
-    with contextlib.suppress(ProcessLookupError):
-        return os.getpgid(pid)
-    return 0

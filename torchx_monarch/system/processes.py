@@ -160,6 +160,7 @@ class Process(NamedTuple):
 
     pid: int
     parent: int
+    group: int
     state: str
     start: int
     cpu_seconds: float
@@ -174,7 +175,8 @@ def process(pid: int) -> Process | None:
     # The second field is the command name in parentheses, which may itself contain blanks and parentheses.
     fields = text[text.rindex(b")") + 2 :].split()
     used = sum(map(int, fields[11:15])) / _TICKS
-    return Process(pid, int(fields[1]), fields[0].decode(), int(fields[19]), used, int(fields[21]) * _PAGE)
+    rss = int(fields[21]) * _PAGE
+    return Process(pid, int(fields[1]), int(fields[2]), fields[0].decode(), int(fields[19]), used, rss)
 
 
 def _read(pid: int, name: str) -> bytes:

@@ -19,10 +19,11 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.host.ranks.rank_recorder import CODE, DUMP, DUMPS, FAILURE, GROUPS, HEAD, MAX_GROUPS, MAX_RECENT
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus, parse_ranks
 from torchx_monarch.model.codec import decode
-from torchx_monarch.system import safe_files
+from torchx_monarch.system import children, safe_files
 from torchx_monarch.transport.connections import peer_pid
 
 _FOLDER = "flight_recorder"
@@ -44,20 +45,10 @@ _MAX_NUMBER = 1 << 53
 
 
 class FlightRecorders:
-    """Receive dumps and process groups of this host's ranks.
-
-    Attributes:
-        path: socket file to which ranks connect.
-        grouped: when a rank formed its first process group, in seconds since the epoch, by pid.
-        failed: when a rank with a process group reported that its program had failed, and its exit code, by pid.
-    """
+    """Receive dumps and process groups of this host's ranks, which connect to the socket file ``path``."""
 
     def __init__(self, folder: str) -> None:
         self.path = os.path.join(folder, "recorder")
-        self._folders: dict[int, Path | None] = {}
-        self._ranks: dict[int, _Connection] = {}
-        self.grouped: dict[int, float] = {}
-        self.failed: dict[int, tuple[float, int]] = {}
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -65,34 +56,13 @@ class FlightRecorders:
         with contextlib.suppress(OSError):
             self._server = self._server or await asyncio.start_unix_server(self._serve, self.path)
 
-    def expect(self, ranks: dict[int, Path | None]) -> None:
-        """Set the folders of the ranks of the present attempt, by pid; None for no files."""
-        self._folders = ranks
-        self.grouped = {pid: time for pid, time in self.grouped.items() if pid in ranks}
-        self.failed = {pid: failure for pid, failure in self.failed.items() if pid in ranks}
-
-    async def collect(self, pids: Collection[int]) -> None:
-        """Have ranks, those with a process group, send dumps; return when they are stored, or after ``_TIMEOUT``."""
-        asked = [self._ranks[pid].ask(DUMP) for pid in pids if pid in self._ranks]
-        if asked:
-            await asyncio.wait(asked, timeout=_TIMEOUT)
-
-    async def status(self, pids: Collection[int], timeout: float) -> dict[int, tuple[GroupStatus, ...]]:
-        """Return the process groups of ranks, by pid: empty for one that has formed none, or has ended.
-
-        A rank that has not answered within ``timeout`` seconds is left out: it is stopped, or holds the GIL.
-        """
-        asked = {pid: self._ranks[pid].ask(GROUPS) for pid in pids if pid in self._ranks}
-        if asked:
-            await asyncio.wait(asked.values(), timeout=timeout)
-        groups = {pid: answer.result() for pid, answer in asked.items() if answer.done()}
-        return {**{pid: () for pid in pids if pid not in asked}, **groups}
-
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        pid = peer_pid(writer)
-        connection = self._ranks[pid] = _Connection(writer)
-        self.grouped[pid] = time.time()
-        dumps = 0
+        rank, dumps = children.owners.get(peer_pid(writer)), 0
+        if not isinstance(rank, Rank):
+            writer.close()
+            return
+        connection = rank.recorder = RecorderConnection(writer)
+        rank.grouped = time.time()
         with contextlib.suppress(OSError, EOFError, LookupError, ValueError, RecursionError, struct.error):
             while dumps < _MAX_DUMPS:
                 kind, size = HEAD.unpack(await reader.readexactly(HEAD.size))
@@ -101,32 +71,50 @@ class FlightRecorders:
                     break
                 data = await reader.readexactly(size)
                 if kind == FAILURE:
-                    self.failed.setdefault(pid, (time.time(), CODE.unpack(data)[0]))
+                    rank.failure = rank.failure or (time.time(), CODE.unpack(data)[0])
                 elif kind == DUMP:
                     connection.answer(DUMP)
                 elif kind == GROUPS:
                     connection.answer(GROUPS, parse_groups(data))
                 else:
                     dumps += 1
-                    if pid not in self.failed:  # when its interpreter ends, a program may destroy the groups
-                        self._store(pid, DUMPS[kind], data)
-        if self._ranks.get(pid) is connection:
-            del self._ranks[pid]
+                    if not rank.failure:  # when its interpreter ends, a program may destroy the groups
+                        _store(rank.directory, DUMPS[kind], data)
+        if rank.recorder is connection:
+            rank.recorder = None
         connection.answer(DUMP)
         connection.answer(GROUPS)
         writer.close()
 
-    def _store(self, pid: int, recorder: str, data: bytes) -> None:
-        folder = self._folders.get(pid)
-        if folder is None:
-            return
-        path = folder.parent / _FOLDER / f"{recorder}_rank_{folder.name}"
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            # torch's analyser reads every file of the folder, so an unfinished one is beside it.
-            aside = str(path.parent.with_name(f".{_FOLDER}_{path.name}"))
-            safe_files.replace_file(aside, data)
-            os.replace(aside, path)
+
+async def collect(ranks: Collection[Rank]) -> None:
+    """Have ranks, those with a process group, send dumps; return when they are stored, or after ``_TIMEOUT``."""
+    if asked := [rank.recorder.ask(DUMP) for rank in ranks if rank.recorder]:
+        await asyncio.wait(asked, timeout=_TIMEOUT)
+
+
+async def status(ranks: Collection[Rank], timeout: float) -> dict[int, tuple[GroupStatus, ...]]:
+    """Return the process groups of ranks, by pid: empty for one that has formed none, or has ended.
+
+    A rank that has not answered within ``timeout`` seconds is left out: it is stopped, or holds the GIL.
+    """
+    asked = {rank.pid: rank.recorder.ask(GROUPS) for rank in ranks if rank.recorder}
+    if asked:
+        await asyncio.wait(asked.values(), timeout=timeout)
+    groups = {pid: answer.result() for pid, answer in asked.items() if answer.done()}
+    return {**{rank.pid: () for rank in ranks if rank.pid not in asked}, **groups}
+
+
+def _store(folder: Path | None, recorder: str, data: bytes) -> None:
+    if folder is None:
+        return
+    path = folder.parent / _FOLDER / f"{recorder}_rank_{folder.name}"
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        # torch's analyser reads every file of the folder, so an unfinished one is beside it.
+        aside = str(path.parent.with_name(f".{_FOLDER}_{path.name}"))
+        safe_files.replace_file(aside, data)
+        os.replace(aside, path)
 
 
 def parse_groups(data: bytes) -> tuple[GroupStatus, ...]:
@@ -155,7 +143,7 @@ def _limited_collective(collective: Collective) -> Collective:
     return dataclasses.replace(collective, name=collective.name[:_MAX_NAME])
 
 
-class _Connection:
+class RecorderConnection:
     """The connection of one rank; ``awaited`` has the answer to come to the last request of each kind."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:

@@ -135,7 +135,7 @@ class ProcessPool:
         """Return a sample of each rank of the attempt."""
         from torchx_monarch.host.ranks.rank_samples import take_samples
 
-        return await take_samples(self.ranks, self._replica, self._hostname, self._marker, None)
+        return await take_samples(self.ranks, self._replica, self._hostname, self._marker)
 
     @functools.cached_property
     def _stacks(self) -> RankStacks:
@@ -179,14 +179,6 @@ class ProcessPool:
             await asyncio.gather(*(rank.drain() for rank in ranks if not rank.is_running))
         return left
 
-    def _reported(self, rank: Rank) -> dict[str, Any]:
-        """Return the fields of a rank's exit that the rank has reported."""
-        return {}
-
-    def _failure_code(self, pid: int) -> int:
-        """Return the exit code with which a program was about to end that has failed."""
-        return 1
-
     def _exit_of(self, rank: Rank) -> RankExit:
         error: dict[str, Any] | None = None
         if rank.error_file:
@@ -215,11 +207,13 @@ class ProcessPool:
             started=rank.started,
             out_of_memory=self._memory.evidence() if killed else "",
             last_output=one_line(last_line.decode(errors="replace"), _MAX_LINE),
-            **self._reported(rank),
+            timer=rank.timer,
+            grouped=rank.grouped,
+            failure_reported_at=rank.failure[0] if rank.failure else None,
         )
         if exit.failed and rank.stopped_at is not None and exit.code < 0:
             # The signal hit an interpreter that was exiting; after an exception, its exit code would have been 1.
-            return dataclasses.replace(exit, code=self._failure_code(rank.pid))
+            return dataclasses.replace(exit, code=rank.failure[1] if rank.failure else 1)
         return exit
 
 

@@ -5,23 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torchx_monarch.host.ranks import flight_recorders
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.master_store import MasterEndpoint
 from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
 from torchx_monarch.host.ranks.process_pool import ProcessPool
 from torchx_monarch.host.ranks.rank_logs import RankLogs
 from torchx_monarch.host.ranks.rank_process import Rank
-from torchx_monarch.host.ranks.rank_samples import prepare_progress, read_progress, take_samples
+from torchx_monarch.host.ranks.rank_samples import prepare_progress, read_progress
 from torchx_monarch.host.ranks.rank_starter import RankStarter
 from torchx_monarch.host.ranks.run_spec import rank_environment
 from torchx_monarch.host.ranks.timers import FILE, TimerServer
 from torchx_monarch.insight.hangs import RankCollectives
-from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.model.env_names import INTERFACE, THIS_JOB
+from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.world import LaunchError, World
 from torchx_monarch.system import processes, run_dirs
 
@@ -86,7 +88,9 @@ class RankPool(ProcessPool):
     async def serve_store(self, bind: str, advertised: str, hosts: int) -> tuple[str, int, bool]:
         """Open the port where the ranks meet, on rank 0's host (``OpenStore``)."""
         endpoint = await MasterEndpoint.create(self.run.command.options, bind, advertised, hosts)
-        port, served = await self.starter.open_store(endpoint)
+        zygote = await self.starter.importer()
+        serves = zygote is not None and (await zygote.imports())["serves_store"]
+        port, served = await self.starter.store.open(endpoint, serves)
         if self._is_retired:  # the run has ended meanwhile
             self.starter.store.close()
         return endpoint.address, port, served
@@ -107,37 +111,30 @@ class RankPool(ProcessPool):
                 ranks = [self._assign(world, local_rank, unstarted) for local_rank in range(self.starter.count)]
                 if ranks:
                     await self.starter.start([(rank, self._describe(world, rank)) for rank in ranks])
+                if stops != self._stops:
+                    raise LaunchError("the ranks were stopped while they were started")
                 unstarted.pop_all()
         except OSError as error:
             what = f"write the ranks' logs in {error.filename}" if error.filename else "start the ranks"
             raise LaunchError(f"cannot {what}: {error.strerror}{processes.limit_hint(error)}") from None
         except ValueError as error:
             raise LaunchError(str(error)) from None
-        if stops != self._stops:
-            for rank in ranks:
-                rank.discard()
-            raise LaunchError("the ranks were stopped while they were started")
         self.ranks, self.attempt = ranks, world.attempt
-        self._recorders.expect({rank.pid: rank.directory for rank in ranks})
         self._memory = OutOfMemory()
         return [rank.pid for rank in ranks]
 
     async def collectives(self) -> list[RankCollectives]:
         """Return the state of the collectives of the ranks that run now."""
         ranks = self.ranks
-        running = [rank.pid for rank in ranks if rank.is_running]
-        answers = await self._recorders.status(running, _COLLECTIVES_TIMEOUT)
+        answers = await flight_recorders.status([rank for rank in ranks if rank.is_running], _COLLECTIVES_TIMEOUT)
         now = time.time()
         return [RankCollectives(rank.rank, now, answers.get(rank.pid)) for rank in ranks if rank.is_running]
-
-    async def samples(self) -> list[RankSample]:
-        return await take_samples(self.ranks, self._replica, self._hostname, self._marker, self._recorders)
 
     async def _write_evidence(self, ranks: Sequence[Rank], number: int) -> None:
         """Write stacks and last collectives of ranks into the folder of their attempt, before they get a signal."""
         running = [rank for rank in ranks if rank.is_running]
         if running and running[0].directory is not None:
-            collecting = asyncio.ensure_future(self._recorders.collect([rank.pid for rank in running]))
+            collecting = asyncio.ensure_future(flight_recorders.collect(running))
             await self._stacks.write_before(number, running, running[0].directory.parent)
             await collecting
 
@@ -173,16 +170,6 @@ class RankPool(ProcessPool):
             "breakpoints": self._attach_socket,
         }
 
-    def _reported(self, rank: Rank) -> dict[str, Any]:
-        pid, progress = rank.pid, read_progress(rank.directory, is_end=True)
-        failure = self._recorders.failed.get(pid)
-        return {
-            "timer": self._timers.expired.get(pid, "") if self._timers else "",
-            "step": progress.step if progress is not None else None,
-            "grouped": self._recorders.grouped.get(pid),
-            "failure_reported_at": failure[0] if failure else None,
-        }
-
-    def _failure_code(self, pid: int) -> int:
-        failure = self._recorders.failed.get(pid)
-        return failure[1] if failure else super()._failure_code(pid)
+    def _exit_of(self, rank: Rank) -> RankExit:
+        progress = read_progress(rank.directory, is_end=True)
+        return dataclasses.replace(super()._exit_of(rank), step=progress.step if progress is not None else None)

@@ -12,10 +12,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.system.children import Child
+
+if TYPE_CHECKING:
+    from torchx_monarch.host.ranks.flight_recorders import RecorderConnection
 
 _OUTPUT_TIMEOUT = 1.5
 """Seconds for reading the output of a rank when no process of it is left that can be found."""
@@ -34,6 +37,10 @@ class Rank(Child):
         started: in seconds since the epoch.
         stopped_at: when it was decided to stop it, which may be some time before the signal.
         signal: the last one that it has got in order to stop; 0 for none.
+        recorder: the connection to its flight recorder; None without a process group.
+        grouped: when it formed its first process group.
+        failure: when it reported, with a process group, that its program had failed, and the exit code.
+        timer: the name of torchelastic's timer that it has let expire; empty for none.
         stacks: a file without a name through which the rank, and the children that it forks, give their stacks to the
             host; closed when the rank is. They share its position, which the host sets to the start before each
             request, so that it does not grow.
@@ -57,6 +64,10 @@ class Rank(Child):
         self.started = time.time()
         self.stopped_at: float | None = None
         self.signal = 0
+        self.recorder: RecorderConnection | None = None
+        self.grouped: float | None = None
+        self.failure: tuple[float, int] | None = None
+        self.timer = ""
         self.stacks_lock = asyncio.Lock()
         self._draining: asyncio.Task[None] | None = None  # asyncio keeps only weak references to tasks
         with contextlib.ExitStack() as unfinished:

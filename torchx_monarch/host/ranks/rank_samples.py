@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
+from torchx_monarch.host.ranks import flight_recorders
 from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.insight.rank_sample import DeviceUse, GroupStatus, Progress, RankSample
 from torchx_monarch.insight.step_progress import HEAD, MAX_METRICS, MAX_NAME, MAX_STEP, NAME, SIZE
@@ -36,24 +36,22 @@ _STATES = {"D": "uninterruptible", "T": "stopped", "t": "stopped", "Z": "zombie"
 """The states of the kernel that are no ordinary running or sleeping."""
 
 
-async def take_samples(
-    ranks: Sequence[Rank], replica: int, hostname: str, marker: str, recorders: FlightRecorders | None
-) -> list[RankSample]:
+async def take_samples(ranks: Sequence[Rank], replica: int, hostname: str, marker: str) -> list[RankSample]:
     """Return a sample of each rank, also of those that have ended. Nothing is measured between two calls."""
-    running = [rank.pid for rank in ranks if rank.is_running]
+    running = [rank for rank in ranks if rank.is_running]
 
     def measure() -> list[RankSample]:
         children = processes.children()
-        families = {pid: [pid, *processes.descendants(pid, marker, children)] for pid in running}
+        families = {rank.pid: [rank.pid, *processes.descendants(rank.pid, marker, children)] for rank in running}
         devices = device_use(families)
         return [
             _sample(rank, replica, hostname, families.get(rank.pid, []), devices.get(rank.pid, ())) for rank in ranks
         ]
 
-    asking = None if recorders is None else asyncio.ensure_future(recorders.status(running, _TIMEOUT))
+    asking = asyncio.ensure_future(flight_recorders.status(running, _TIMEOUT))
     # In a thread: NVIDIA's driver may take a while, and so may /proc and the disk.
     samples = await asyncio.to_thread(measure)
-    statuses = {} if asking is None else await asking
+    statuses = await asking
     for place, sample in enumerate(samples):
         shortened = tuple(_shortened(number, group) for number, group in enumerate(statuses.get(sample.pid, ())))
         samples[place] = dataclasses.replace(sample, groups=shortened)

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchx_monarch.host.ranks.master_store import MasterEndpoint, MasterStore
+from torchx_monarch.host.ranks.master_store import MasterStore
 from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.ranks.zygote import Zygote, ZygoteError, Zygotes
@@ -67,11 +67,6 @@ class RankStarter:
             self._zygotes.fitting(run, self.count)
         return self.count
 
-    async def open_store(self, endpoint: MasterEndpoint) -> tuple[int, bool]:
-        """Open the port where the ranks meet (see ``MasterStore.open``)."""
-        zygote = await self.importer()
-        return await self.store.open(endpoint, zygote is not None and (await zygote.imports())["serves_store"])
-
     async def start(self, ranks: Sequence[tuple[Rank, Mapping[str, Any]]]) -> None:
         """Start the processes of all ranks of an attempt, and that of the store whose port has been opened.
 
@@ -88,21 +83,16 @@ class RankStarter:
             (process, {**rank, **near, "python": [] if rank["mode"] == "exec" else python})
             for (process, rank), near in zip(ranks, more, strict=True)
         ]
-        if failure := await self._fork(zygote, described, importer):
-            raise LaunchError(f"cannot start {failure}")
-
-    async def _fork(
-        self, zygote: Zygote, ranks: Sequence[tuple[Rank, Mapping[str, Any]]], importer: Zygote | None
-    ) -> str:
-        """Fork the ranks and the store whose port is open, which only the importer can serve (see ``Zygote.fork``)."""
         current = self.store.current
         store = [(current, {"store": current.address})] if current is not None and not current.pid else []
         if zygote is importer or not store:
             # In one order: its middle process is one fork of torch's page tables less, 8 ms.
-            return await zygote.fork([*store, *ranks])
-        if importer is None:
-            return "the ranks' TCPStore: the zygote that was to serve it has ended"
-        return await importer.fork(store) or await zygote.fork(ranks)
+            await zygote.fork([*store, *described])
+            return
+        if importer is None:  # which alone can serve the store
+            raise LaunchError("cannot start the ranks' TCPStore: the zygote that was to serve it has ended")
+        await importer.fork(store)
+        await zygote.fork(described)
 
     async def importer(self) -> Zygote | None:
         """Return the zygote that has imported the modules; None if there are none, or if importing them ends it."""
@@ -130,7 +120,7 @@ class RankStarter:
     async def renew_importer(self) -> None:
         """Replace the zygote if the files of the modules that it has imported for this program have changed since."""
         zygote = await self.importer()
-        if zygote is not None and zygote.is_led:
+        if zygote is not None:
             with contextlib.suppress(ZygoteError):  # its next order says so
                 if not await zygote.is_current(self._run.program_folder()):
                     zygote.close()

@@ -15,8 +15,9 @@ import signal
 import time
 from collections.abc import Callable
 
+from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.model.codec import Seconds, decode
-from torchx_monarch.system import processes, safe_files
+from torchx_monarch.system import children, processes, safe_files
 from torchx_monarch.system.untrusted_text import one_line
 
 ENABLED = "TORCHELASTIC_ENABLE_FILE_TIMER"
@@ -43,7 +44,6 @@ class TimerServer:
 
     Attributes:
         path: path of the named pipe on which ranks send their timers.
-        expired: the scopes of timers that have expired, by the pids of the processes that were signalled.
 
     Raises:
         OSError: the pipe cannot be made.
@@ -51,7 +51,6 @@ class TimerServer:
 
     def __init__(self, path: str, marker: str, say: Callable[[str], None]) -> None:
         self.path = path
-        self.expired: dict[int, str] = {}
         self._marker = marker
         self._say = say
         self._timers: dict[tuple[int, str], asyncio.TimerHandle] = {}
@@ -68,7 +67,6 @@ class TimerServer:
         for handle in self._timers.values():
             handle.cancel()
         self._timers.clear()
-        self.expired.clear()
 
     def close(self) -> None:
         self.clear()
@@ -95,7 +93,9 @@ class TimerServer:
         del self._timers[timer.pid, timer.scope_id]
         if not 0 < timer.signal < signal.NSIG or timer.pid not in processes.descendants(os.getpid(), self._marker):
             return
-        scope = self.expired[timer.pid] = one_line(timer.scope_id)[:_MAX_SCOPE]
+        scope, rank = one_line(timer.scope_id)[:_MAX_SCOPE], children.owners.get(timer.pid)
+        if isinstance(rank, Rank):
+            rank.timer = scope
         self._say(f"timer {scope!r} of process {timer.pid} expired: it gets signal {timer.signal}")
         with contextlib.suppress(OSError):  # it has ended
             os.kill(timer.pid, timer.signal)

@@ -50,13 +50,11 @@ class Zygote(children.Child):
     Attributes:
         signature: equal for runs whose ranks can be forks of this zygote (``RunSpec.signature``).
         ready: whether it runs and has imported its modules.
-        is_led: whether it executes the leading statements of a program, too.
         imported: when its import of the modules began and ended, in seconds since the epoch; empty before that.
     """
 
     def __init__(self, started: ZygoteProcess, files: tuple[int, int] | None, say: Callable[[str], None]) -> None:
-        super().__init__()
-        self.begin(started.process.pid)
+        super().__init__(started.process.pid)
         self.signature: object = started.signature
         self.imported: tuple[float, ...] = ()
         self._started = started.started
@@ -68,7 +66,6 @@ class Zygote(children.Child):
         assert started.process.stdout is not None
         self._showing = asyncio.ensure_future(_show_output(started.process.stdout, say))
         self._asking = asyncio.Lock()
-        self.is_led = False
         self._importing: asyncio.Future[dict[str, Any]]
         self._import(self._ask("import", b"", (), _IMPORT_TIMEOUT))
 
@@ -78,8 +75,7 @@ class Zygote(children.Child):
 
     def _import(self, answering: Coroutine[Any, Any, dict[str, Any]]) -> None:
         self._importing = asyncio.ensure_future(answering)
-        self._importing.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._importing.add_done_callback(self._set_imported)
+        self._importing.add_done_callback(self._has_imported)
 
     def lead(self, run: RunSpec, count: int) -> None:
         """Begin to execute the leading statements of a run's program; the ranks of other programs need another zygote.
@@ -97,7 +93,7 @@ class Zygote(children.Child):
             "env": dict(run.added),
             "statements": run.leading,
         }
-        before, self.is_led = self._importing, True
+        before = self._importing
 
         async def lead() -> dict[str, Any]:
             line = json.dumps(order).encode() + b"\n"
@@ -121,11 +117,10 @@ class Zygote(children.Child):
         await self.imports()
         return await self._ask(order["op"], json.dumps(order).encode() + b"\n", passed, _ORDER_TIMEOUT)
 
-    async def fork(self, processes: Sequence[tuple[Rank | StoreProcess, Mapping[str, Any]]]) -> str:
+    async def fork(self, processes: Sequence[tuple[Rank | StoreProcess, Mapping[str, Any]]]) -> None:
         """Start processes that have not begun, with their descriptions (see ``zygote_main``).
 
-        Returns:
-            which process could not be started, and why; empty if all have been.
+        ``LaunchError`` says which one cannot be started, and why.
         """
         for first in range(0, len(processes), _FORKS_PER_ORDER):
             part, passed, described = processes[first : first + _FORKS_PER_ORDER], list[int](), []
@@ -145,13 +140,12 @@ class Zygote(children.Child):
                     else:
                         failures.append(f"{_name(description)}: {begun['error']}")
                 if failures:
-                    return failures[0]
+                    raise LaunchError(f"cannot start {failures[0]}")
                 os.write(go, bytes(len(part)))
             finally:
                 # A rank that finds no byte ends: no program runs in a process that this host does not know.
                 os.close(waits)
                 os.close(go)
-        return ""
 
     def close(self) -> None:
         """End the zygote, which fits no run from now on; its forks run on."""
@@ -161,8 +155,10 @@ class Zygote(children.Child):
         if not self._asking.locked():  # else whoever waits for an answer finds the end of the channel, and closes it
             self._channel.close()
 
-    def _set_imported(self, _: object) -> None:
+    def _has_imported(self, done: asyncio.Future[dict[str, Any]]) -> None:
         self.imported = (self._started, time.time())
+        if not done.cancelled():
+            done.exception()  # that of a zygote that nobody needs any more
 
     async def _ask(self, op: str, line: bytes, passed: Sequence[int], timeout: float) -> dict[str, Any]:
         """Send the line of an order, if it has not been sent, and wait for the answer."""
@@ -241,7 +237,7 @@ class Zygotes:
             return early
         if early is not None:
             with early.process, early.channel:  # closes its output, too
-                children.own(early.process.pid).send(signal.SIGKILL)
+                children.Child(early.process.pid).send(signal.SIGKILL)
         return ZygoteProcess(run, count, self._limits[1])
 
 

@@ -33,8 +33,6 @@ class ZygoteProcess:
     """
 
     def __init__(self, run: RunSpec, count: int, umask: int = -1) -> None:
-        # The program and its folder are not known on an allocation before a run.
-        program, is_program_known = run.command.program_of(0), run.cwd is None
         self.signature = run.signature(count)
         self.channel, far_end = socket.socketpair()
         self.started = time.time()
@@ -57,7 +55,9 @@ class ZygoteProcess:
                 self.channel.close()
                 raise
         self.process.returncode = 0  # without this, it would wait for the process, which ``Zygote`` owns
-        mode, target = (program.mode, program.target) if is_program_known else ("exec", "")
+        program = run.command.program_of(0)
+        # The program and its folder are not known on an allocation before a run.
+        mode, target = (program.mode, program.target) if run.cwd is None else ("exec", "")
         order = {"op": "import", "mode": mode, "target": target, "modules": run.preload}
         with contextlib.suppress(OSError):  # it has ended, which the next reader of the channel learns
             self.channel.sendall(json.dumps(order).encode() + b"\n")
