@@ -188,6 +188,11 @@ class Contract(Groups):
 
     kind: ClassVar[type[Place]]
     made_by: ClassVar[str] = ""
+    pytestmark: ClassVar[list[pytest.MarkDecorator]] = []
+
+    def __init_subclass__(cls) -> None:
+        # Else a daemon for all tests would start within a test, to which it is a process left behind.
+        cls.pytestmark = [pytest.mark.usefixtures(cls.made_by)] if cls.made_by else []
 
     @pytest.fixture
     def place(self, leaves_nothing: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
