@@ -76,7 +76,8 @@ def test_runs_that_hang_fail_with_the_rank_that_others_wait_for(live: Callable[.
         assert why in result.reason and result.exit_code == 1, how
         assert result.reason.startswith("hang: rank 3 ") and "(local rank 3 on " in result.reason
         assert f": is at {path}:" in result.reason or (how == "stopped" and ": stopped (SIGSTOP) (" in result.reason)
-    assert hosts.err().count("no restart: the ranks hung (on_hang=fail)") == len(HANGS)
+    line = "no restart: the ranks hung (on_hang=fail)"
+    until(lambda: hosts.err().count(line) == len(HANGS), "the last line")
     count = len(hangs(hosts))
     assert (hosts.run(str(path), "uneven", str(HANG_AFTER)).exit_code, len(hangs(hosts))) == (0, count)
     hosts.end()
