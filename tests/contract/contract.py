@@ -513,7 +513,7 @@ class Contract(Groups):
     @pytest.mark.scenario("ends by itself")
     @pytest.mark.parametrize("decision", ["failed", "succeeded", "lost", "failed hosts"])
     def test_an_app_ends_when_it_is_decided_though_nobody_looks(self, place: Place, decision: str) -> None:
-        """Whoever has submitted it is dead by then."""
+        """The process that has submitted it is dead by then."""
         program = _program(place, _IS_LOST if decision == "lost" else _FAILS_WHEN_TOLD)
         other = place.role("sleep", "1000", name="other")
         if decision == "succeeded":

@@ -165,7 +165,7 @@ class Shell:
             (self._bin / name).chmod(0o755)
 
     def run(self, role: Role, name: str) -> tuple[object, ...]:
-        """Execute the string of a role in a folder of its own; return what came of it."""
+        """Execute the string of a role in a folder of its own; return exit code, stdout and what the programs saw."""
         folder = self._folder / name
         folder.mkdir()
         (folder / "p.txt").write_text("torchrun\nother\n")

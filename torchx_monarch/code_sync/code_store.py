@@ -40,7 +40,7 @@ class CodeStore:
         self.folder = folder
         self._lock = threading.RLock()
         self._trees = OrderedDict[str, list[Upload]]()  # by hash, the most recently used last
-        self._folders = OrderedDict[str, WorkFolder]()  # by workspace, likewise
+        self._folders = OrderedDict[str, WorkFolder]()  # by workspace, the most recently used last
 
     def has(self, tree_hash: str) -> bool:
         """Whether the store has a tree with all of its contents. It waits for no other method."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Own the children of this process: one table of their owners, and one handler of SIGCHLD.
 
-Whoever starts a process, or has it forked by another, owns it by a ``Child``. A child without an owner is an orphan: as
-the subreaper of its descendants, this process gets those whose parents have ended.
+The object that starts a process, or has another one fork it, owns it by a ``Child``. A child without an owner is an
+orphan: as the subreaper of its descendants, this process gets those whose parents have ended.
 """
 
 from __future__ import annotations

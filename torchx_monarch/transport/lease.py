@@ -22,7 +22,7 @@ _TICK = 1.0
 
 
 class Peer(Protocol):
-    """A peer process; ``silence`` are the seconds since its last message, which whoever receives one sets to 0."""
+    """A peer process; ``silence`` are the seconds since its last message; the receiver of a message sets it to 0."""
 
     silence: float
 

@@ -152,7 +152,7 @@ class Zygote(children.Child):
         self.signature = None
         self._showing.cancel()
         self.send(signal.SIGKILL)
-        if not self._asking.locked():  # else whoever waits for an answer finds the end of the channel, and closes it
+        if not self._asking.locked():  # else the request that waits finds the end of the channel, and closes it
             self._channel.close()
 
     def _has_imported(self, done: asyncio.Future[dict[str, Any]]) -> None:
