@@ -4,7 +4,8 @@
 A workspace of 10,000 small files is brought to two live hosts, each of which gets a copy of its own. Measured are the
 first time (with other contents in each round), the time when nothing has changed, and that when one file has: until
 replica 0 has the workspace, and from the call of ``run_spmd()`` to the first line of the program on the last rank,
-which has torch imported. Medians in seconds with the least and the greatest.
+which has torch imported. Medians in seconds with the least and the greatest. ext4 without a journal makes files slowly
+for a minute after others were removed: there, set TMPDIR and MONARCH_STATE_DIR to folders on another file system.
 """
 
 from __future__ import annotations

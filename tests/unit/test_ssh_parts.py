@@ -215,6 +215,7 @@ def test_a_workspace_is_sent_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (root / "run.sh").write_text("second")
     machine, second = sent()
     assert 0 < machine.received < 1000 and second != first
+    workspace.send({str(root / "package"): ""}, {"a": cast(MachineConnection, machine)})  # of another role
     machine.code.check_out(second, str(tmp_path / "out"))
     assert (tmp_path / "out" / "run.sh").read_text() == "second" and os.access(tmp_path / "out" / "run.sh", os.X_OK)
     assert (tmp_path / "out" / "package" / "data").read_bytes() == (root / "package" / "data").read_bytes()

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
-import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -134,25 +136,18 @@ def test_torchxignore_means_what_it_means_to_torchx(
     assert {path for path, entry in taken.items() if entry.kind == FILE} == theirs
 
 
-def test_a_growing_log_and_files_that_come_and_go_do_not_matter(tmp_path: Path) -> None:
-    write(tmp_path, {"a.py": "1", "train.log": ""})
-    stop = threading.Event()
+def test_files_that_come_and_go_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"a.py": "1", "gone/b": "", "b": ""})
+    walk = scanning._walk
 
-    def work() -> None:
-        while not stop.is_set():
-            with open(tmp_path / "train.log", "a") as log:
-                log.write("x" * 100)
-            write(tmp_path, {"temporary": ""})
-            (tmp_path / "temporary").unlink()
+    def remove(root: str) -> Iterator[Any]:
+        for found in walk(root):
+            shutil.rmtree(tmp_path / "gone", ignore_errors=True)
+            (tmp_path / "b").unlink(missing_ok=True)
+            yield found
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        for _ in range(5):
-            assert {"a.py", "train.log"} <= paths(tmp_path)
-    finally:
-        stop.set()
-        thread.join(WITHIN)
+    monkeypatch.setattr(scanning, "_walk", remove)
+    assert paths(tmp_path) == {"a.py"}
 
 
 def test_says_what_is_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import hashlib
 import json
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import tempfile
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,10 @@ from torchx_monarch.code_sync.code_store import CodeStore
 from torchx_monarch.code_sync.manifest import Entry, Tree
 from torchx_monarch.code_sync.scan import scan
 from torchx_monarch.code_sync.upload import ChangedError, Upload, UploadError, pack
+from torchx_monarch.controller.rendezvous import Peer
+from torchx_monarch.host.code_distribution import HostCode
+from torchx_monarch.model.world import LaunchError
+from torchx_monarch.transport.messages import Message
 
 
 def tree_of(root: Path) -> Tree:
@@ -176,6 +183,32 @@ def test_workspaces_go_when_space_is_short(tmp_path: Path) -> None:
         subprocess.run(["umount", "--lazy", tmp_path / "disk"], check=True, timeout=WITHIN)
 
 
+def test_hosts_get_what_they_lack_as_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write(tmp_path / "ws", {"a.py": os.urandom(1_000_000).hex(), "b.py": "1"})
+
+    async def connect(greeting: Message) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        near, far = socket.socketpair()
+        served = Peer({**greeting}, *await asyncio.open_connection(sock=far))
+        serving = asyncio.ensure_future(replica0.serve_host(served))
+        serving.add_done_callback(lambda done: served.writer.close())
+        return await asyncio.open_connection(sock=near)
+
+    replica0, host = HostCode(str(tmp_path / "0"), connect), HostCode(str(tmp_path / "1"), connect)
+
+    async def main() -> None:
+        for text in ("1", "2"):
+            tree = send(write(root, {"b.py": text}), replica0._store)
+            with monkeypatch.context() as patched:
+                patched.setattr(zlib, "compressobj", None)  # nothing is compressed again
+                assert tree_of(Path(await host.checkout(tree.hash, "ws"))) == tree
+        large, small = (upload.size for upload in host._store.uploads())
+        assert large > 1_000_000 and small < 1000
+        with pytest.raises(LaunchError, match="the code 0000 is not on this host .any more.: it must be sent again"):
+            await replica0.checkout("0000", "ws")
+
+    asyncio.run(asyncio.wait_for(main(), WITHIN))
+
+
 def upload_of(entries: object, contents: object = (), data: bytes = b"") -> bytes:
     text = json.dumps({"tree": entries, "contents": contents}).encode()
     return gzip.compress(text + b"\n" + data, mtime=0)  # each process collects the same tests
@@ -256,12 +289,3 @@ def test_different_trees_have_different_hashes() -> None:
     ]
     assert len({tree.hash for tree in trees}) == len(trees)
     assert Tree(dict(reversed([*trees[-1].entries.items()]))).hash == trees[-1].hash
-
-
-def test_says_that_there_is_no_room(tmp_path: Path, store: CodeStore) -> None:
-    with pytest.raises(OSError, match="no space left: .* bytes, and the code needs 10000000000000000"):
-        store.new_upload("", 10**16)
-    Path(tmp_path / "store").rmdir()
-    Path(tmp_path / "store").write_text("in the way")
-    with pytest.raises(FileExistsError):
-        store.new_upload("", 1)

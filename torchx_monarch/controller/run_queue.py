@@ -291,7 +291,8 @@ class RunQueue:
             yield
         finally:
             self._users -= 1
-            self.touch()
+            self._busy_at = time.monotonic()
+            self._wake.set()
 
     def _end(self, run: Run, result: JobResult, records: Sequence[dict[str, Any]] = ()) -> None:
         run.result, run.ended = result, time.time()
@@ -311,11 +312,6 @@ class RunQueue:
         self._busy_at = time.monotonic()
 
     # -- for clients ---------------------------------------------------------------------------------------------------
-
-    def touch(self) -> None:
-        """Restart the idle timeout for a use of the hosts that is not a run."""
-        self._busy_at = time.monotonic()
-        self._wake.set()
 
     def end_run(self, run: Run, result: JobResult, number: int = signal.SIGTERM) -> None:
         """End a run, unless it has ended: remove it from the queue, or have the controller stop its ranks."""

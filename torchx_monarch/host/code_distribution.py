@@ -37,6 +37,9 @@ from torchx_monarch.transport.connections import ConnectError
 _SILENCE = 60.0
 """Seconds that the other side may be silent during a transfer; it may be reading a large file from a slow disk."""
 
+_REMOVAL_DELAY = 1.0
+"""Seconds after which the code of the run before is removed, so as not to delay the start of the ranks."""
+
 Connect = Callable[[messages.Message], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
@@ -61,7 +64,8 @@ class HostCode:
             await self._fetch(tree_hash)
         folder: str
         folder, unused = await self._in_thread(self._store.checkout, tree_hash, workspace)
-        asyncio.get_running_loop().run_in_executor(None, run_dirs.remove_tree, unused)
+        loop = asyncio.get_running_loop()
+        loop.call_later(_REMOVAL_DELAY, loop.run_in_executor, None, run_dirs.remove_tree, unused)
         return folder
 
     async def _fetch(self, tree_hash: str) -> None:
