@@ -98,7 +98,9 @@ def test_the_submitter_has_no_zombies(apps: Detached) -> None:
 
 
 def test_the_supervisor_is_killed(apps: Detached, family: Family) -> None:
-    supervisor = apps.owner(family.app_id).supervisor.pid
+    supervisor, status_file = apps.owner(family.app_id).supervisor.pid, apps.paths(family.app_id).status
+    started = os.stat(status_file).st_mtime
+    until(lambda: os.stat(status_file).st_mtime > started, "a sign of life from the supervisor of a silent job")
     os.kill(supervisor, signal.SIGKILL)
     killed = [supervisor, pid_in(family.folder / "main")]
     until(lambda: not any(map(lives, killed)), "the kernel to kill it and the replica")
@@ -111,6 +113,9 @@ def test_the_supervisor_is_killed(apps: Detached, family: Family) -> None:
     why = f"it was killed, or {os.uname().nodename} was rebooted"
     assert status.msg == f"the supervisor (pid {supervisor}) has ended without a result: {why}"
     assert apps.states(family.app_id) == {"r/0": AppState.FAILED}
+    record = folder.current_state(apps.paths(family.app_id))
+    assert record is not None
+    assert record.ended == record.roles[0].replicas[0].ended == os.stat(status_file).st_mtime > started
     # Readers say so and change nothing. What has survived its replica is killed with the app's folder.
     assert tree(apps.paths(family.app_id).root) == before
     assert family.alive == ["child", "orphan"]

@@ -87,7 +87,7 @@ def current_state(paths: state_files.AppPaths) -> SupervisorRecord | None:
         record.msg = f"runs on {owner.hostname}" + ("" if alive else ", or has ended: that cannot be seen from here")
     elif not alive:
         reason, last_written = "its submission was interrupted before it started", 0.0
-        with contextlib.suppress(OSError):  # its last sign of life
+        with contextlib.suppress(OSError):  # its last sign of life (``supervisor``)
             last_written = os.stat(paths.status, follow_symlinks=False).st_mtime
         if owner is not None:
             why = f"it was killed, or {owner.hostname} was rebooted"

@@ -15,6 +15,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import folder
@@ -24,6 +25,9 @@ from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
 from torchx_monarch.supervisor.replica import raise_file_limit
 from torchx_monarch.system import processes
+
+_LIFE_SIGN_INTERVAL = 2.0
+"""Seconds between two new times of the status file, the last of which is the end of an app whose supervisor dies."""
 
 
 def main(root: str, lock_descriptor: str) -> None:
@@ -63,13 +67,19 @@ def _supervise(paths: state_files.AppPaths) -> None:
     assert request is not None and record is not None  # ``submit`` has written both
     os.makedirs(request.run_dir, mode=0o700, exist_ok=True)
     folder.write_owner(paths)
-    pid = os.getpid()
+    pid, loop = os.getpid(), SupervisorLoop(paths, request, record)
+
+    def show_life() -> None:
+        with contextlib.suppress(OSError):  # the folder was removed
+            os.utime(paths.status)
+        loop.at(time.monotonic() + _LIFE_SIGN_INTERVAL, show_life)
 
     def on_ready() -> None:
         # The submitter may have died meanwhile; the app continues.
         with contextlib.suppress(OSError):
             os.write(1, folder.READY)
         os.dup2(2, 1)
+        show_life()
 
     events.append(paths.events, "supervised", f"the supervisor (pid {pid}) watches over the app", pid=pid)
-    SupervisorLoop(paths, request, record).run(on_ready)
+    loop.run(on_ready)
