@@ -5,6 +5,9 @@ The arguments are the name of the function, for listings, and the path of a file
 arguments and its encoding of results. ``client.function`` makes the pickle; the host (``host.rank_runs``) writes it to
 that file, and sends to the client what ranks write beside it: ``value_N`` for rank N, a line with the kind of the
 value, and its data.
+
+Functions and classes of the client's ``__main__`` are put into that of the rank, where pickle looks for them. A process
+that ``multiprocessing`` spawns executes this module as its ``__mp_main__``, and gets them, too.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import json
 import os
 import pickle
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 MODULE = "torchx_monarch.function"
 
@@ -31,6 +34,9 @@ MAX_VALUE_BYTES = 16 << 20
 
 VALUE = "value_"
 """The name of the file with a rank's value, without the rank."""
+
+_FILE = "MONARCH_FUNCTION"
+"""The variable by which spawned processes find the file with the function."""
 
 
 def encode_value(value: object, encoding: Encoding) -> bytes:
@@ -53,21 +59,10 @@ def main(path: str) -> None:
     value_path = os.path.join(os.path.dirname(path), f"{VALUE}{os.environ.get('RANK', '0')}")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(value_path)  # of an earlier attempt
-    with open(path, "rb") as file:
-        data = file.read()
+    os.environ[_FILE] = path
     try:
-        # Two pickles: the second has code of a Python version, and needs the modules of its script's folder.
-        version, folder, call = pickle.loads(data)
-        if version != sys.version_info[:2]:
-            raise RuntimeError(f"Python {version[0]}.{version[1]} has sent this function: use it for the ranks, too")
-        if folder:
-            sys.path.insert(0, os.path.abspath(folder))
-        try:
-            function, args, kwargs, encoding = pickle.loads(call)
-        except ModuleNotFoundError as error:
-            error.msg = f"{error}. Ranks import it from the workspace, or from a package that their Python has"
-            error.args = (error.msg,)
-            raise
+        function, args, kwargs, encoding, sys.argv, names = _load(path)
+        vars(sys.modules["__main__"]).update(names)
         encoded = encode_value(function(*args, **kwargs), encoding)
     except Exception as error:
         content = encode_value(error, "pickle")
@@ -77,6 +72,24 @@ def main(path: str) -> None:
     _write(value_path, encoded)
 
 
+def _load(path: str) -> Any:
+    """Return the function, its arguments, its encoding of results, ``sys.argv``, and what is put into ``__main__``."""
+    with open(path, "rb") as file:
+        data = file.read()
+    # Two pickles: the second has code of a Python version, and needs the modules of its script's folder.
+    version, folder, call = pickle.loads(data)
+    if version != sys.version_info[:2]:
+        raise RuntimeError(f"Python {version[0]}.{version[1]} has sent this function: use it for the ranks, too")
+    if folder:
+        sys.path.insert(0, os.path.abspath(folder))
+    try:
+        return pickle.loads(call)
+    except ModuleNotFoundError as error:
+        error.msg = f"{error}. Ranks import it from the workspace, or from a package that their Python has"
+        error.args = (error.msg,)
+        raise
+
+
 def _write(path: str, content: bytes) -> None:
     with open(f"{path}.tmp", "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(content)
@@ -84,4 +97,9 @@ def _write(path: str, content: bytes) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[-1])
+    # That of another module object: the client's names replace those of this one.
+    from torchx_monarch import function
+
+    function.main(sys.argv[-1])
+elif __name__ == "__mp_main__":
+    globals().update(_load(os.environ[_FILE])[-1])

@@ -170,7 +170,7 @@ def test_hostile_ranks_get_no_further_than_their_value(live: Callable[..., Live]
     victim = tmp_path / "victim"
 
     def forge(content: bytes | None, link: str, size: int = 0) -> None:
-        path = os.path.join(os.path.dirname(sys.argv[-1]), "value_0")
+        path = os.path.join(os.path.dirname(os.environ["MONARCH_FUNCTION"]), "value_0")
         if content is None:
             os.symlink(link, path) if link else os.mkfifo(path)
         else:
@@ -237,7 +237,10 @@ def test_bad_calls_are_refused_before_hosts_are_asked() -> None:
 
 
 PROGRAM = """
+import argparse
+import io
 import multiprocessing
+import sys
 import torchx_monarch
 from own import scale
 
@@ -245,19 +248,30 @@ class Fit:
     def __init__(self, loss):
         self.loss = loss
 
-def train(lr):
-    if lr < 0:
+class Config:
+    def __init__(self, lr):
+        self.lr = lr
+
+def rate(config):
+    return scale(config.lr)
+
+def train(config):
+    argparse.ArgumentParser().parse_args()
+    if config.lr < 0:
         raise ArithmeticError("negative")
     import torch.distributed
     torch.distributed.init_process_group("gloo")
-    ranks = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, torch.distributed.get_rank())
+    fits = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(fits, Fit(torch.distributed.get_rank()))
     torch.distributed.destroy_process_group()
-    return Fit(sum(ranks) * scale(lr))
+    torch.save(config, io.BytesIO())
+    rates = [multiprocessing.get_context(how).Pool(1).map(rate, [config]) for how in ("fork", "spawn")]
+    assert rates[0] == rates[1] and sys.argv == ["src/prog.py"]
+    return Fit(sum(fit.loss for fit in fits) * rates[0][0])
 
 def main(lr):
     try:
-        fits = torchx_monarch.run(train, lr, scheduler_cfg={"preload": "none"}, nnodes=2, nproc=1)
+        fits = torchx_monarch.run(train, Config(lr), scheduler_cfg={"preload": "none"}, nnodes=2, nproc=1)
         print([isinstance(fit, Fit) and fit.loss for fit in fits])
     except ArithmeticError as error:
         print(repr(error))

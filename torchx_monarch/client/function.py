@@ -6,10 +6,12 @@ from __future__ import annotations
 import base64
 import dataclasses
 import inspect
+import io
 import json
 import os
 import pickle
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -124,7 +126,7 @@ def encode_call(
     if "__mp_main__" in sys.modules:  # what a child that multiprocessing has spawned calls its __main__
         cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
     try:
-        call = cloudpickle.dumps((function, tuple(args), dict(kwargs), options.results))
+        call = _pickle(function, tuple(args), dict(kwargs), options.results, sys.argv[:1])
     except Exception as error:  # whatever a method of an argument raises
         raise TypeError(_unpicklable(function, args, kwargs, error)) from error
     data = pickle.dumps((sys.version_info[:2], _script_folder(options.workspace), call))
@@ -134,6 +136,25 @@ def encode_call(
             f"{MAX_CALL_BYTES >> 20} MiB. Pass the path of a file instead of the data"
         )
     return base64.b64encode(data).decode()
+
+
+def _pickle(*call: object) -> bytes:
+    """Pickle these values, and after them the functions and classes of ``__main__`` among them, by their names."""
+    import cloudpickle
+
+    names = dict[str, object]()
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, (type, types.FunctionType)) and value.__module__ in ("__main__", "__mp_main__"):
+                module, name = sys.modules[value.__module__], value.__name__
+                if getattr(module, name, None) is value:
+                    names[name] = value
+            return super().reducer_override(value)
+
+    file = io.BytesIO()
+    Pickler(file).dump((*call, names))
+    return file.getvalue()
 
 
 def _check_arguments(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> None:
