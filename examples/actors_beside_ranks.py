@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from torchx_monarch import this_job  # isort: skip  (before Monarch, which else opens a log file in /tmp)
 import torch
 import torch.distributed as dist
 from monarch.actor import Actor, Future, current_rank, endpoint
@@ -21,8 +22,6 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-
-from torchx_monarch import this_job
 
 BARS = "▁▂▃▄▅▆▇█"
 TEST_IMAGES = 360

@@ -190,14 +190,16 @@ def test_the_example_trains_and_evaluates(runner: Runner, shape: str) -> None:
     lines = "".join(runner.log_lines(handle, "actorsbesideranks", 0))
     assert status is not None and status.state is AppState.SUCCEEDED, lines
     hosts, nproc = map(int, shape.split("x"))
-    assert f"{hosts * nproc} ranks train, {hosts} evaluator" in lines
+    assert f"{hosts * nproc} ranks train, {hosts} evaluator" in lines and "/tmp" not in lines
     assert re.search(r"accuracy  \S+  .*% to .*% of 360 test images", lines), lines
 
 
 JOB = """
 import os, sys
-from monarch.job import JobTrait, job_load
 from torchx_monarch import SPMDJob, serve
+from torchx_monarch.exceptions import ClientError
+from monarch.actor import Actor
+from monarch.job import JobTrait, job_load
 
 command, cfg = ["torchrun", "--nproc-per-node", "1", sys.argv[1]], {"preload": "none", "grace": 5}
 job, other = (serve(command, "monarch_local", cfg) for _ in range(2))
@@ -213,8 +215,15 @@ other.state()
 assert job_load().handle == other.handle  # of another job: it is left alone
 assert job.status().ready
 assert job.run_spmd(output="none").exit_code == 0
+procs = state.workers.spawn_procs()
 job.kill()
 assert not job.active and not again.can_run(job)
+for use in (state.workers.spawn_procs, state.workers.stop, lambda: procs.spawn("actor", Actor)):
+    try:
+        use().get()
+        raise AssertionError(use)
+    except ClientError as error:
+        assert str(error) == f"{job.handle} was killed: its meshes cannot be used"
 print(job.handle, other.handle, flush=True)
 os._exit(0)
 """
@@ -226,7 +235,7 @@ def test_an_spmd_job_is_a_job_of_monarchs(tmp_path: Path, runner: Runner) -> Non
     (tmp_path / "job.py").write_text(JOB)
     command = [sys.executable, "job.py", str(program)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WITHIN, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0 and "monarch_log" not in done.stderr, done.stdout + done.stderr
     killed, other = done.stdout.split()
     assert runner.status(killed).state is AppState.CANCELLED
     assert torchx_monarch.SPMDJob(other).status().ready

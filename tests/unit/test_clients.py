@@ -198,9 +198,9 @@ def test_it_waits_for_monarchs_threads(first: str, seconds: float, printed: str)
 def test_a_closed_stderr_is_closed_after_the_import_of_monarch() -> None:
     text = """
 import os
-from torchx_monarch.monarch_adapter import monarch_api
+from torchx_monarch.monarch_adapter import attachment
 os.close(2)
-with monarch_api._without_noise():
+with attachment.without_noise():
     os.write(1, os.path.exists("/proc/self/fd/2") and b"open" or b"closed")
 """
     assert subprocess.run([sys.executable, "-c", text], capture_output=True, timeout=WITHIN).stdout == b"closed"

@@ -189,11 +189,13 @@ class AttachedJob(JobTrait):  # type: ignore[misc]
         return found
 
     def _detach(self) -> None:
-        """Stop this process's meshes if the hosts are still connected, then close all connections."""
+        """Stop this process's meshes if the hosts are still connected, forbid their use, and close all connections."""
         is_attached = any(attachment.is_open for attachment in self._attachments.values())
-        for mesh in self._attached_meshes if is_attached else ():
-            with contextlib.suppress(Exception):
-                monarch_api.stop_mesh(mesh)
+        for mesh in self._attached_meshes:
+            if is_attached:
+                with contextlib.suppress(Exception):
+                    monarch_api.stop_mesh(mesh)
+            monarch_api.forbid(mesh, f"{self.handle} was killed: its meshes cannot be used")
         self._attached_meshes.clear()
         for attachment in self._attachments.values():
             attachment.link.close()

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import socket
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchx_monarch.model.env_names import MONARCH_NOISE
 from torchx_monarch.transport.address import as_ipv6
 
 if TYPE_CHECKING:
@@ -91,6 +94,27 @@ def attach(name: str, addresses: Sequence[str], timeout: float) -> actor.HostMes
     raise AssertionError("unreachable")
 
 
+@contextlib.contextmanager
+def without_noise() -> Iterator[None]:
+    """Hold back what the process writes to stderr, then write all but what Monarch says of its log file."""
+    try:
+        stderr = os.dup(2)
+    except OSError:  # closed; the file below would get its number
+        yield
+        return
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            held.seek(0)
+            for line in held:
+                if MONARCH_NOISE.fullmatch(line.rstrip(b"\n")) is None:
+                    os.write(2, line)
+
+
 def _start_root_client(timeout: float) -> None:
     """Create the root client of this process, if it has none, and wait until Monarch has constructed its actor.
 
@@ -104,9 +128,10 @@ def _start_root_client(timeout: float) -> None:
     constructed = threading.Event()
     actor_mesh.RootClientActor.__init__ = lambda self: constructed.set()
     try:
-        actor.context()
-        if not constructed.wait(timeout):
-            raise TimeoutError(f"Monarch's root client has not started within {timeout:g} s")
+        with without_noise():
+            actor.context()
+            if not constructed.wait(timeout):
+                raise TimeoutError(f"Monarch's root client has not started within {timeout:g} s")
     finally:
         del actor_mesh.RootClientActor.__init__
 

@@ -11,16 +11,15 @@ import contextlib
 import functools
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.exceptions import ClientError
-from torchx_monarch.model.env_names import MONARCH_NOISE, keep_monarch_log_private
+from torchx_monarch.model.env_names import keep_monarch_log_private
 from torchx_monarch.monarch_adapter import socket_guard
-from torchx_monarch.monarch_adapter.attachment import CA, attach
+from torchx_monarch.monarch_adapter.attachment import CA, attach, without_noise
 
 if TYPE_CHECKING:
     from monarch import actor
@@ -59,29 +58,8 @@ def prepare_import() -> None:
     keep_monarch_log_private(os.environ)
     if "monarch._rust_bindings" not in sys.modules:
         atexit.register(_wait_for_threads)
-        with _without_noise():
+        with without_noise():
             import monarch._rust_bindings  # noqa: F401
-
-
-@contextlib.contextmanager
-def _without_noise() -> Iterator[None]:
-    """Hold back what the process writes to stderr, then write all but what Monarch says of its log file."""
-    try:
-        stderr = os.dup(2)
-    except OSError:  # closed; the file below would get its number
-        yield
-        return
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            held.seek(0)
-            for line in held:
-                if MONARCH_NOISE.fullmatch(line.rstrip(b"\n")) is None:
-                    os.write(2, line)
 
 
 def _wait_for_threads() -> None:
@@ -224,6 +202,18 @@ def stop_mesh(mesh: actor.HostMesh) -> None:
 
     with fake_sync_state():
         mesh.stop().get(timeout=_STOP_TIMEOUT)
+
+
+def forbid(mesh: actor.HostMesh, why: str) -> None:
+    """Have each further use of a mesh raise a ``ClientError`` with this text. Monarch's own has a backtrace of Rust."""
+    from monarch import actor
+
+    class Forbidden(actor.HostMesh):  # type: ignore[misc]
+        @property
+        def _inner_host_mesh(self) -> Any:
+            raise ClientError(why)
+
+    mesh.__class__ = Forbidden
 
 
 def batch_job(job: JobTrait) -> JobTrait:
