@@ -16,7 +16,8 @@ from torchx_monarch.cli import exec as exec_command
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import since
 from torchx_monarch.cli.exit_codes import CommandError
-from torchx_monarch.cli.handles import recorded_apps, resolve, unknown, used_schedulers
+from torchx_monarch.cli.handles import resolve, unknown
+from torchx_monarch.schedulers.recorded_apps import recorded_apps, used_schedulers
 
 DIGITS = "monarch_local://torchx/digits-c2jz0w1r"
 DIGITS_2 = "monarch_local://torchx/digits-x7"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 import time
 from collections import Counter
@@ -39,7 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_role_and_address(parser)
     parser.add_argument("--nproc", default="", help="ranks on each host (default: as the command says)")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable for the ranks")
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="variable for the ranks; without VALUE, as in the environment of this command",
+    )
     parser.add_argument("--cwd", default="", help="folder that the hosts have, in which ranks start; no code is sent")
     parser.add_argument(
         "--workspace",
@@ -65,9 +72,10 @@ def run(args: argparse.Namespace) -> None:
     env = {}
     for pair in args.env:
         name, equals, value = pair.partition("=")
-        if not equals or not name:
-            raise CommandError(f"--env {pair}: give NAME=VALUE", exit_codes.USAGE)
-        env[name] = value
+        if not name or (not equals and name not in os.environ):
+            reason = "give NAME=VALUE, or the NAME of a variable of this command"
+            raise CommandError(f"--env {pair}: {reason}", exit_codes.USAGE)
+        env[name] = value if equals else os.environ[name]
     workspace = current_workspace() if args.workspace is None and not args.cwd else args.workspace
     try:
         options = RunOptions(

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torchx_monarch.cli.doctor import run_groups
-from torchx_monarch.cli.handles import used_schedulers
 from torchx_monarch.cli.jobs import opened
 from torchx_monarch.cli.output import add_json, print_json, print_table
 from torchx_monarch.cli.status import shape_of
@@ -21,6 +20,7 @@ from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.log_lines import is_terminal
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.schedulers.job_status import JobStatus, build
+from torchx_monarch.schedulers.recorded_apps import used_schedulers
 from torchx_monarch.system.untrusted_text import one_line
 
 _MIN_WIDTH = 12

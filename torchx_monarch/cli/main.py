@@ -135,3 +135,14 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
                 sys.exit(exit_codes.BROKEN_PIPE)
             say(f"cannot write the output: {error.strerror or error}")
             sys.exit(exit_codes.OUTPUT)
+
+
+def main() -> None:
+    """Run ``python -m torchx_monarch.cli.main``: `torchx monarch` without the other commands of TorchX."""
+    command, parser = CmdMonarch(), argparse.ArgumentParser("torchx monarch")
+    command.add_arguments(parser)
+    command.run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -324,8 +324,8 @@ def _attempts(role: RoleView | None, commands: Mapping[str, Command | None]) -> 
 
 def _hosts(app: AppSnapshot, timeline: Timeline) -> int | None:
     """Return the number of hosts of the last attempt; before it, what was asked for, without spare hosts."""
-    asked = {role.spec.name: len(role.replicas) - role.spec.spares for role in app.roles}
-    hosts = sum(role.hosts or asked[role.name] for role in timeline.roles)
+    asked = {role.spec.name: len(role.replicas) - role.spec.spares for role in app.roles if role.spec.runs_hosts}
+    hosts = sum(role.hosts or asked.get(role.name, 0) for role in timeline.roles)
     return hosts or (sum(role.num_replicas for role in app.app.roles) if app.app else 0) or None
 
 

@@ -154,6 +154,10 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         """Check an app's roles, with their commands, metadata and images, and rewrite it."""
         check_roles(app)
         try:
+            if allocation := getattr(options, "on", ""):
+                from torchx_monarch.schedulers.run_on_allocation import run_on_allocation  # imports this module
+
+                return run_on_allocation(app, allocation, self._python)
             rewritten = rewrite(app, self._wrap_options(app, options, cfg))
         except CommandError as error:
             raise InvalidCommandError(str(error)) from None

@@ -34,6 +34,10 @@ _log = logging.getLogger("torchx_monarch")
 class LocalOpts(QueueOpts, MonarchOpts):
     """Run options of monarch_local."""
 
+    on: str = ""
+    """A live allocation whose hosts run the job, after the runs before it, in the place of new hosts of this machine: a
+    handle of any scheduler, an id or name, or `last`. Options of hosts are then the allocation's."""
+
 
 class LocalBackend(Backend[LocalOpts, SupervisorRequest, AppSnapshot]):
     """Runs each replica as a process on this machine.

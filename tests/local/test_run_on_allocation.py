@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Jobs that run on the hosts of a live allocation: ``-cfg on=``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchx.runner import Runner
+from torchx.specs import AppDef, AppState, Resource, Role
+
+from tests.waits import WITHIN, until
+
+SCRIPT = """
+print(sys.argv[1:], os.environ["LR"], os.environ["WORLD_SIZE"], flush=True)
+if sys.argv[1] == "waits":
+    time.sleep(1000)
+if sys.argv[1] == "fails" and rank == 1 and not os.path.exists(sys.argv[2]):
+    open(sys.argv[2], "w").close()
+    raise ValueError("planted")
+"""
+
+
+def app_of(path: str, *args: str, **changes: Any) -> AppDef:
+    words = ["--nnodes", "2", "--nproc-per-node", "1", path, *args]
+    role = Role("train", "", entrypoint="torchrun", args=words, num_replicas=2, env={"LR": "a b"}, **changes)
+    return AppDef("train", [role])
+
+
+def test_jobs_run_on_hosts_that_are_there_one_after_the_other(
+    runner: Runner, script: Callable[[str], str], tmp_path: Path
+) -> None:
+    from torchx_monarch import SPMDJob
+
+    path, once = script(SCRIPT), str(tmp_path / "once")
+
+    def submit(*args: str, on: str = "last", **changes: Any) -> str:
+        return str(runner.run(app_of(path, *args, **changes), "monarch_local", cfg={"on": on}))
+
+    def ended(handle: str) -> AppState:
+        status = runner.wait(handle, wait_interval=0.1)
+        assert status is not None
+        return status.state
+
+    resources = ["--cpu", "2", "--memMB", "2000"]
+    hosts = str(runner.run_component("monarch.hosts", ["-j", "2x1", *resources], "monarch_local"))
+    job = SPMDJob.attach(hosts).wait_ready()
+    try:
+        waits = submit("waits")
+        until(lambda: [run["state"] for run in job.runs()] == ["running"], "the first job runs")
+        queued = submit("works", on=hosts)
+        fails, retried = submit("fails", once, on="hosts"), submit("fails", f"{once}_more", max_retries=1)
+        until(lambda: len(job.runs()) == 4, "the other jobs wait for it")
+        runner.cancel(waits)
+        states = {name: ended(handle) for name, handle in (("waits", waits), ("queued", queued), ("fails", fails))}
+        assert states == {"waits": AppState.CANCELLED, "queued": AppState.SUCCEEDED, "fails": AppState.FAILED}
+        assert ended(retried) == AppState.SUCCEEDED
+        lines = [line.strip() for line in runner.log_lines(queued, "train") if "works" in line]
+        assert lines == ["['works'] a b 2"] * 2
+        status = subprocess.run(
+            [sys.executable, "-m", "torchx_monarch.cli.main", "status", fails],
+            capture_output=True,
+            text=True,
+            timeout=WITHIN,
+            check=False,
+        )
+        for text in ("FAILED", "rank 1 (", "ValueError: planted", "2x1 (world size 2)", f"{path}, line"):
+            assert text in status.stdout, status.stdout
+        assert sorted(run["state"] for run in job.runs()) == ["failed", "failed", "stopped", "succeeded", "succeeded"]
+
+        def refused(app: AppDef, on: str = "last") -> str:
+            with pytest.raises(ValueError) as caught:
+                runner.dryrun(app, "monarch_local", cfg={"on": on})
+            return str(caught.value)
+
+        one = app_of(path)
+        one.roles[0].num_replicas, one.roles[0].args[1] = 1, "1"
+        assert f"'train' has 1 hosts, and on {hosts} there are 2" in refused(one)
+        large = app_of(path, resource=Resource(cpu=1, gpu=8, memMB=100))
+        assert f"'train' asks for gpu 8, and on {hosts} a host has 0" in refused(large)
+        spare = app_of(path, metadata={"monarch": {"spares": 1}})
+        assert "'train' has 1 spare hosts" in refused(spare)
+        assert f"{queued} does not run" in refused(app_of(path), on=queued)
+        assert "names no app" in refused(app_of(path), on="nosuch")
+        assert "a handle is SCHEDULER://SESSION/APP" in refused(app_of(path), on="://")
+        shell = AppDef("app", [Role("say", "", entrypoint="sh", args=["-c", "torchrun x.py"])])
+        assert "runs torchrun and Python commands, with nothing before them" in refused(shell)
+        assert "of one role, and app 'two' also has b" in refused(AppDef("two", [Role("a", ""), Role("b", "")]))
+    finally:
+        job.release()
+    assert "no live allocation is running. To get one: torchx run" in refused(app_of(path))
+
+
+@pytest.mark.nightly("10 s of processor time: two jobs that train; what they use is tested every time")
+@pytest.mark.parametrize("options", [[], ["--on-allocation"]], ids=["own_hosts", "on_allocation"])
+def test_the_example_of_a_sweep(options: list[str], leaves_nothing: None) -> None:
+    example = Path(__file__).parents[2] / "examples" / "sweep.py"
+    command = [sys.executable, str(example), "--rates", "0.002,0.01", "--epochs", "2", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("SUCCEEDED  accuracy 9") == 2

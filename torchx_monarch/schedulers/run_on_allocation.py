@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run an app on the hosts of a live allocation instead of hosts of its own (run option ``on``).
+
+The app becomes one process of this machine, `torchx monarch exec --queue`, which submits the app's command as a run and
+follows it. So the app has a handle, logs, an exit code, retries and a place in lists as any other.
+"""
+
+from __future__ import annotations
+
+from torchx.specs import AppDef, Role, parse_app_handle
+from torchx.specs.api import MalformedAppHandleException
+
+from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.backends.core.options import is_default_image
+from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.command.rank_command import find_rank_command
+from torchx_monarch.command.rewrite import Rewritten, resolved
+from torchx_monarch.command.shell import escape
+from torchx_monarch.model.role_spec import SPARES, RoleSpec, WorkloadKind, is_sidecar, read_number
+from torchx_monarch.schedulers import recorded_apps
+from torchx_monarch.schedulers.monarch import registered_scheduler
+
+_TO_GET_ONE = "To get one: torchx run -s monarch_local monarch.hosts -j 1x4"
+
+
+def run_on_allocation(app: AppDef, word: str, python: str) -> Rewritten:
+    """Return an app of one process that runs the command of an app on the hosts of a live allocation.
+
+    Args:
+        word: the allocation's handle, its id or name, the beginning of one, or ``last`` for the newest one.
+        python: the interpreter of this package, for the process.
+
+    Raises:
+        UserError: there is no such allocation, or the app needs what its hosts are not.
+    """
+    rewritten = resolved(app)
+    others = [role.name for role in rewritten.roles[1:]]
+    if others or not rewritten.roles or is_sidecar(rewritten.roles[0]):
+        reason = f"also has {', '.join(others)}" if others else "has none, or a sidecar"
+        raise UserError(f"Run option `on` is for an app of one role, and app {app.name!r} {reason}")
+    role = rewritten.roles[0]
+    found = find_rank_command(role)
+    if found is None or found.command.kind not in ("torchrun", "python") or found.string is not None or found.start:
+        command = " ".join([role.entrypoint, *role.args])
+        raise UserError(
+            f"role {role.name!r}: a live allocation runs torchrun and Python commands, with nothing before them, and "
+            f"not {command!r:.200}. Leave out the run option `on`"
+        )
+    handle, allocation = _allocation(word)
+    _check_fits(role, handle, allocation)
+    options = [option for name in role.env for option in ("--env", name)]
+    words = ["-m", "torchx_monarch.cli.main", "exec", escape(handle), "--queue", *options, "--"]
+    role.args = [*words, escape(role.entrypoint), *role.args]
+    role.entrypoint, role.num_replicas, role.min_replicas = escape(python), 1, None
+    return Rewritten(rewritten, (RoleSpec.from_role(role, unwrapped=f"its ranks run on the hosts of {handle}"),))
+
+
+def _allocation(word: str) -> tuple[str, AppSnapshot]:
+    """Return the handle and the state of the live allocation that a word names."""
+    if word == recorded_apps.LAST:
+        for app in recorded_apps.recorded_apps():
+            newest = _read(app.handle)
+            if newest is not None and _is_allocation(newest):
+                return app.handle, newest
+        raise UserError(f"Run option `on` is last, and no live allocation is running. {_TO_GET_ONE}")
+    handles = [word] if "://" in word else [app.handle for app in recorded_apps.named(word)]
+    if len(handles) != 1:
+        known = f"may be one of {', '.join(handles[:8])}" if handles else "names no app; `torchx monarch ls` lists all"
+        raise UserError(f"Run option `on` is {word!r}, which {known}")
+    found = _read(handles[0])
+    if found is None:
+        raise UserError(f"Run option `on` is {word!r}: {handles[0]} does not run. {_TO_GET_ONE}")
+    if not _is_allocation(found):
+        raise UserError(f"Run option `on` is {word!r}: {handles[0]} is no live allocation. {_TO_GET_ONE}")
+    return handles[0], found
+
+
+def _read(handle: str) -> AppSnapshot | None:
+    """Return the state of an app; None if it does not exist, or has ended."""
+    try:
+        name, _, app_id = parse_app_handle(handle)
+    except MalformedAppHandleException:
+        raise UserError(f"Run option `on` is {handle!r}; a handle is SCHEDULER://SESSION/APP") from None
+    found = registered_scheduler(name).apps.read(app_id, brief=True)
+    return None if found is None or found[1].state.is_terminal else found[0]
+
+
+def _is_allocation(app: AppSnapshot) -> bool:
+    return bool(app.roles) and app.roles[0].spec.workload is WorkloadKind.ALLOCATION
+
+
+def _check_fits(role: Role, handle: str, allocation: AppSnapshot) -> None:
+    """Check that a role asks for nothing that the hosts of an allocation are not."""
+    spec = allocation.roles[0].spec
+    wanted, present = role.num_replicas, spec.replicas - spec.spares
+    if wanted != present:
+        raise _unfit(role, handle, f"has {wanted} hosts", f"there are {present}")
+    if spares := read_number(role, SPARES):
+        raise _unfit(role, handle, f"has {spares} spare hosts", f"the allocation has {spec.spares} of its own")
+    if allocation.app is None:
+        return
+    hosts = allocation.app.roles[0]
+    for name in ("gpu", "cpu", "memMB"):
+        asked, given = getattr(role.resource, name), getattr(hosts.resource, name)
+        if asked > max(0, given):
+            raise _unfit(role, handle, f"asks for {name} {asked}", f"a host has {given}")
+    if role.mounts != hosts.mounts:
+        raise _unfit(role, handle, f"has the mounts {role.mounts}", f"the hosts have {hosts.mounts or 'none'}")
+    is_local = handle.startswith(f"{recorded_apps.LOCAL}://")
+    if not is_local and role.image and not is_default_image(role.image) and role.image != hosts.image:
+        raise _unfit(role, handle, f"has the image {role.image}", f"the hosts run {hosts.image or 'without one'}")
+
+
+def _unfit(role: Role, handle: str, wanted: str, present: str) -> UserError:
+    advice = "Change it, take another allocation, or leave out the run option `on`"
+    return UserError(f"role {role.name!r} {wanted}, and on {handle} {present}. {advice}")
