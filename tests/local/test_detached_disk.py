@@ -15,6 +15,8 @@ from torchx.specs import AppState, Role
 from tests.local.detached import Detached, py, sh
 from tests.waits import WITHIN, until
 from torchx_monarch.backends.core.errors import StateDirError
+from torchx_monarch.host.ranks import rank_errors
+from torchx_monarch.system import error_files
 
 
 def mount(folder: Path, options: str) -> None:
@@ -149,6 +151,22 @@ main()
         assert not list(folder.rglob("*.reserve"))
     finally:
         unmount(folder)
+
+
+def test_the_error_of_a_full_disk_names_it(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(file: str) -> None:  # as torch.save does
+        try:
+            fill(Path(file).parent)
+            raise RuntimeError("basic_ios::clear: iostream error")
+        finally:
+            raise RuntimeError("unexpected pos 704 vs 598")
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(RuntimeError) as caught:
+        save(f"{small}/checkpoint.pt")
+    rank_errors.record(caught.value, True)
+    said = f"unexpected pos 704 vs 598 (after RuntimeError: basic_ios::clear: iostream error; {small} has 0 MiB free)"
+    assert (error_files.read(str(tmp_path / "error.json")) or {})["message"]["message"] == f"RuntimeError: {said}"
 
 
 def test_the_disk_has_room_again(apps: Detached, small: Path, tmp_path: Path) -> None:

@@ -196,6 +196,20 @@ print(json.dumps(runner.run(app, "monarch_local").rpartition("/")[2]))
     assert {line for k in range(30) for line in apps.log(app_id, k=k)} == {"64\n"}
 
 
+def test_the_supervisor_of_a_process_with_few_open_files_names_the_limit(apps: Detached) -> None:
+    code = """
+import resource
+from torchx.specs import AppDef, Role
+resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))
+try:
+    runner.run(AppDef("a", [Role("r", image="", entrypoint="true")]), "monarch_local")
+except Exception as error:
+    print(json.dumps(str(error)))
+"""
+    said = apps.fresh(code)
+    assert said.endswith(": [Errno 24] Too many open files (RLIMIT_NOFILE is 12: ulimit -n)"), said
+
+
 @pytest.mark.parametrize("command", ["echo loss", "torchrun --no-python echo loss"])
 def test_output_of_a_filter_that_ends_after_the_command(apps: Detached, command: str) -> None:
     """Bash does not wait for such a process, and becomes a last command that is not its own."""

@@ -80,6 +80,15 @@ def test_exit_codes_that_are_not_retried(
     assert reason in hosts.err() and ("no restart" in hosts.err()) == bool(reason)
 
 
+def test_a_working_folder_that_is_deleted_is_named(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:
+    path = script("os.rmdir(os.getcwd())\nsys.exit(1)")
+    (cwd := tmp_path / "cwd").mkdir()
+    enter = ("sh", "-c", 'cd "$1"; shift; exec "$@"', "sh", str(cwd))
+    hosts = Hosts(folder, torchrun(path, nproc=1, restarts=1), options=NO_PRELOAD, wrapper=enter).start()
+    assert hosts.wait() == [1]
+    assert f"FAILED: the working folder is gone: {cwd} (deleted)" in hosts.err()
+
+
 def test_a_rank_that_fails_to_join_twice_in_a_row_is_started_again_if_it_was_in_a_group_before(
     folder: Path, script: Callable[[str], str]
 ) -> None:

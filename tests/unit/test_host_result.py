@@ -252,6 +252,29 @@ def test_of_an_error_that_is_too_long_the_type_the_beginning_and_frames_are_kept
     assert "Error: first line" in kept["extraInfo"]["py_callstack"]
 
 
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("input()", "EOFError: EOF when reading a line (a job has no stdin)"),
+        ("try: {}['lr']\nexcept KeyError: raise ValueError('bad')", "ValueError: bad (after KeyError: 'lr')"),
+        ("try: {}['lr']\nexcept KeyError: raise ValueError('bad') from None", "ValueError: bad"),
+    ],
+    ids=["no stdin", "chain", "from None"],
+)
+def test_an_error_says_what_its_message_does_not(
+    program: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "error.json")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+    with open(os.devnull) as empty:
+        monkeypatch.setattr(sys, "stdin", empty)
+        try:
+            exec(program)
+        except Exception as raised:
+            rank_errors.record(raised, True)
+    assert (error_files.read(path) or {})["message"]["message"] == said
+
+
 @pytest.mark.parametrize("lacking", [errno.ENOSPC, errno.EDQUOT])
 def test_who_had_no_room_for_an_error_file_says_so(
     lacking: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -50,8 +50,11 @@ def main(root: str, lock_descriptor: str) -> None:
         with contextlib.suppress(OSError):
             folder.prune(os.path.dirname(root))
         code = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        if hint := processes.limit_hint(error):
+            print(f"{error}{hint}", file=sys.stderr)
+        else:
+            sys.excepthook(*sys.exc_info())
     finally:
         sys.stderr.flush()
         os._exit(code)

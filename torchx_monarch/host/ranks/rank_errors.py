@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator, Sequence
 
 _MAX_BYTES = 1 << 20
 """Size of an error file that the host still reads (``safe_files.MAX_JSON_BYTES``)."""
@@ -21,6 +23,15 @@ _MAX_TEXT = 8192
 
 _MAX_CALLSTACK = _MAX_BYTES // 16
 """Characters of a traceback, of which the last are kept. JSON can use twelve bytes for each, of an emoji."""
+
+_NO_SPACE = ("No space left", "Disk quota", "iostream error")
+"""What errors of a full disk say, that of ``torch.save`` last (torch 2.13)."""
+
+_MAX_FIRST = 500
+"""Characters of the text of the first exception of a chain."""
+
+_MAX_PATHS = 100
+"""Paths in the variables of a failed program whose disks are looked at."""
 
 
 def record(error: BaseException, began: bool) -> None:
@@ -41,9 +52,11 @@ def record(error: BaseException, began: bool) -> None:
     parts = [] if not_started else traceback.format_exception(type(error), error, error.__traceback__)
     callstack = "".join(part if len(part) <= _MAX_TEXT else f"{part[:_MAX_TEXT]}...\n" for part in parts)
     try:
-        message = _why_not_started(error) if not_started else f"{type(error).__name__}: {error}"[:_MAX_TEXT]
+        message = _why_not_started(error) if not_started else _describe(error)[:_MAX_TEXT]
     except Exception:
         message = f"{type(error).__name__}: <exception str() failed>"
+    with contextlib.suppress(Exception):  # an exception of the chain may have a str() that fails
+        message += "" if not_started else _reasons(error)
     extra = {
         "py_callstack": callstack[-_MAX_CALLSTACK:],
         "timestamp": str(int(time.time())),
@@ -72,6 +85,56 @@ def _why_not_started(error: BaseException) -> str:
     return str(error).removeprefix(f"{sys.executable}: ")
 
 
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield the exceptions of a traceback, from the one that has ended the program to the first."""
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        yield link
+        seen.add(id(link))
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _reasons(error: BaseException) -> str:
+    """Return in parentheses what explains an exception beside its own message; empty if nothing does.
+
+    That is the first exception of its chain, the disk that is full, and that ranks have no stdin.
+    """
+    chain = list(_chain(error))
+    described = [_describe(link) for link in chain]
+    found = [f"after {described[-1][:_MAX_FIRST]}"] if described[-1] != described[0] and str(chain[-1]) else []
+    if any(words in text for words in _NO_SPACE for text in described) and (disk := _fullest_disk(chain)):
+        found.append(disk)
+    if described[0] == "EOFError: EOF when reading a line":  # of input()
+        found.append("a job has no stdin")
+    return f" ({'; '.join(found)})" if found else ""
+
+
+def _fullest_disk(chain: Sequence[BaseException]) -> str:
+    """Return which of the disks that the variables of failed functions name has the least space, and how much it has.
+
+    The paths are strings, path objects and the names of open files, those of the innermost functions first.
+    """
+    frames = [frame for link in chain for frame, _ in reversed([*traceback.walk_tb(link.__traceback__)])]
+    values = [value for frame in frames for value in frame.f_locals.values()]
+    named = [getattr(value, "name", "") if isinstance(value, io.IOBase) else value for value in values]
+    paths = [os.path.abspath(os.fsdecode(name)[:_MAX_TEXT]) for name in named if isinstance(name, (str, os.PathLike))]
+    free: dict[str, int] = {}
+    for path in dict.fromkeys([os.getcwd(), *map(os.path.dirname, paths[:_MAX_PATHS])]):
+        with contextlib.suppress(OSError, ValueError):
+            found = os.statvfs(path)
+            if found.f_blocks and not found.f_flag & os.ST_RDONLY:
+                while not os.path.ismount(path):
+                    path = os.path.dirname(path)
+                free[path] = found.f_bavail * found.f_frsize
+    disk = min(free, key=lambda path: free[path], default="")
+    return f"{disk} has {free[disk] >> 20} MiB free" if disk else ""
+
+
 def _joined(error: BaseException) -> bool | None:
     """Return whether this process had been in a process group when ``init_process_group`` failed; None if it did not.
 
@@ -79,14 +142,12 @@ def _joined(error: BaseException) -> bool | None:
     reset these two.
     """
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while c10d is not None and link is not None and id(link) not in seen:
+    if c10d is None:
+        return None
+    for link in _chain(error):
         for frame, _ in traceback.walk_tb(link.__traceback__):
             if frame.f_globals is vars(c10d) and frame.f_code.co_name == "init_process_group":
                 hook = getattr(getattr(sys, "excepthook", None), "__qualname__", "")
                 url = getattr(c10d, "_default_pg_init_method", None)
                 return bool(c10d.is_initialized() or url or hook.startswith("init_process_group."))
-        seen.add(id(link))
-        link = link.__cause__ or link.__context__
     return None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,6 +103,10 @@ class RankPool(ProcessPool):
             store.close()  # the ranks meet on another host
         if self._timers is not None:
             self._timers.clear()
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            raise LaunchError(f"the working folder is gone: {os.readlink('/proc/self/cwd')}") from None
         stops = self._stops
         await self.starter.renew_importer()
         if stops != self._stops:  # the attempt has ended while the modules were imported
