@@ -5,19 +5,24 @@ from __future__ import annotations
 
 import argparse
 import os
+import threading
 import time
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
+from tests.waits import WITHIN
 from torchx_monarch.backends.core import state_files, stored_apps
+from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.cli import exec as exec_command
-from torchx_monarch.cli import exit_codes
+from torchx_monarch.cli import exit_codes, ls
 from torchx_monarch.cli.allocation_arguments import since
+from torchx_monarch.cli.doctor import run_groups
 from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.cli.handles import resolve, unknown
-from torchx_monarch.schedulers.recorded_apps import recorded_apps, used_schedulers
+from torchx_monarch.schedulers.recorded_apps import recorded_apps
 
 DIGITS = "monarch_local://torchx/digits-c2jz0w1r"
 DIGITS_2 = "monarch_local://torchx/digits-x7"
@@ -101,17 +106,50 @@ def test_names_of_apps_are_escaped(apps: None) -> None:
 
 
 def test_a_message_stays_short() -> None:
-    for number in range(100):
-        paths = state_files.app_paths(f"many-{number}")
-        Path(paths.root).mkdir(parents=True)
-        Path(paths.status).touch()
+    make_local_apps(100)
     with pytest.raises(CommandError) as caught:
         resolve("many-")
     assert len(str(caught.value).splitlines()) <= 12 and "one of 100 apps" in str(caught.value)
 
 
-def test_the_schedulers_in_use(apps: None) -> None:
-    assert used_schedulers() == ["monarch_local", "monarch_kubernetes", "monarch_slurm"]
+def make_local_apps(count: int) -> None:
+    """Make the folders of apps, whose submission is a second apart."""
+    for number in range(count):
+        paths = state_files.app_paths(f"many-{number}")
+        Path(paths.root).mkdir(parents=True, mode=0o700)
+        for file in (paths.app, paths.status):
+            Path(file).touch()
+            os.utime(file, (number, number))
+
+
+def test_a_list_reads_the_jobs_that_it_shows_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_local_apps(60)
+    read: list[str] = []
+    monkeypatch.setattr(Apps, "read", lambda _, app_id, **__: read.append(app_id))
+    parser = argparse.ArgumentParser()
+    ls.add_arguments(parser)
+    for options, shown in ([], 50), (["-s", "monarch_local", "-n", "2"], 2), (["--json"], 60), (["-n", "0"], 60):
+        read.clear()
+        ls.run(parser.parse_args(options))
+        assert read == [f"many-{number}" for number in reversed(range(60 - shown, 60))]
+    assert "10 older jobs are not shown; --limit 0 lists all" in capsys.readouterr().err
+
+
+def test_a_list_shows_what_was_read_when_its_time_is_up() -> None:
+    ended = threading.Event()
+
+    def jobs() -> Iterator[int]:
+        yield 1
+        ended.wait(WITHIN)
+
+    found = run_groups({"slow": jobs}, 0.2)
+    ended.set()
+    assert found["slow"][0] == [1] and "no answer in 0.2 s" in found["slow"][1]
+
+
+def test_the_newest_apps_are_first(apps: None) -> None:
     assert [app.name for app in recorded_apps()][:2] == ["pretrain", "eval"]
 
 

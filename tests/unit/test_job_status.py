@@ -406,7 +406,7 @@ def test_a_table_fits_the_terminal_and_has_the_newest_jobs(
 ) -> None:
     jobs = [job(f"monarch_slurm://torchx/{at}", "n" * 300, submitted=NOW - at, hosts=2, ranks=8) for at in range(60)]
     jobs.append(job(f"monarch_local://torchx/{'i' * 300}", "n" * 300, submitted=NOW + 1))
-    monkeypatch.setattr(ls, "_jobs", lambda name: jobs)
+    monkeypatch.setattr(ls, "_jobs", lambda name, local: jobs)
     monkeypatch.setattr(ls, "is_terminal", lambda stream: True)
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((100, 24)))
     parser = argparse.ArgumentParser()

@@ -9,7 +9,7 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torchx_monarch.cli.doctor import run_groups
@@ -20,7 +20,7 @@ from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.log_lines import is_terminal
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.schedulers.job_status import JobStatus, build
-from torchx_monarch.schedulers.recorded_apps import used_schedulers
+from torchx_monarch.schedulers.recorded_apps import LOCAL, RecordedApp, recorded_apps
 from torchx_monarch.system.untrusted_text import one_line
 
 _MIN_WIDTH = 12
@@ -45,17 +45,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print a table of jobs, the newest first."""
-    found = _jobs(args.scheduler) if args.scheduler else _all_jobs()
+    limit = 0 if args.json else max(0, args.limit)
+    apps = recorded_apps()
+    local = [app.app_id for app in apps if app.scheduler == LOCAL and args.scheduler in (None, LOCAL)]
+    read = local[:limit] if limit else local
+    found = [*_jobs(args.scheduler, read)] if args.scheduler else _all_jobs(apps, read)
     found.sort(key=lambda job: job.submitted or 0.0, reverse=True)
     if args.json:
         print_json([job.to_json() for job in found])
     else:
-        _print(found[: args.limit] if args.limit > 0 else found)
-        if 0 < args.limit < len(found):
-            say(f"{len(found) - args.limit} older jobs are not shown; --limit 0 lists all")
+        shown = found[:limit] if limit else found
+        _print(shown)
+        if older := len(found) - len(shown) + len(local) - len(read):
+            say(f"{older} older jobs are not shown; --limit 0 lists all")
 
 
-def _jobs(name: str) -> list[JobStatus]:
+def _jobs(name: str, local: Sequence[str]) -> Iterator[JobStatus]:
+    """Yield the jobs of a scheduler, in any order; of ``monarch_local`` those with these ids.
+
+    The folders of jobs on this machine may be tens of thousands: it reads those that are shown.
+    """
     from torchx.runner import config
     from torchx.specs import CfgVal
 
@@ -63,16 +72,17 @@ def _jobs(name: str) -> list[JobStatus]:
     with opened(name) as scheduler:
         logging.getLogger("torchx.runner.config").setLevel(logging.WARNING)  # it names each file that it reads
         config.apply(scheduler=name, cfg=cfg)
-        now = time.time()
-        found = (
-            build(f"{name}://torchx/{app.app_id}", app, status, now=now) for app, status in scheduler.apps.list(cfg)
-        )
-        return [replace(job, replicas=None) for job in found]
+        listed = scheduler.apps.list(cfg) if name != LOCAL else (scheduler.apps.read(app, brief=True) for app in local)
+        for found in listed:
+            if found is not None:
+                job = build(f"{name}://torchx/{found[0].app_id}", *found, now=time.time())
+                yield replace(job, replicas=None)
 
 
-def _all_jobs() -> list[JobStatus]:
+def _all_jobs(apps: list[RecordedApp], local: Sequence[str]) -> list[JobStatus]:
     """Return the jobs of all schedulers, asked at the same time; say in one line if one of them does not answer."""
-    answers = run_groups({name: functools.partial(_jobs, name) for name in used_schedulers()}, _PATIENCE)
+    used = [LOCAL, *sorted({app.scheduler for app in apps} - {LOCAL})]
+    answers = run_groups({name: functools.partial(_jobs, name, local) for name in used}, _PATIENCE)
     for name, (_, failure) in answers.items():
         if failure:
             say(f"{name} is left out: {one_line(failure, 160)}")

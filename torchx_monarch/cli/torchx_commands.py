@@ -28,7 +28,7 @@ from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.cli import handles
 from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.schedulers import command
-from torchx_monarch.schedulers.recorded_apps import used_schedulers
+from torchx_monarch.schedulers.recorded_apps import LOCAL, recorded_apps
 
 if TYPE_CHECKING:
     from torchx_monarch.backends.core.snapshot import AppSnapshot
@@ -154,7 +154,7 @@ class CmdLog(TorchXCmdLog):  # type: ignore[misc]
             with command.run(args, sys.stdout):
                 super().run(args)
         except KeyboardInterrupt:
-            if args.identifier.partition("://")[0] not in used_schedulers():
+            if args.identifier.partition("://")[0] not in {LOCAL, *(app.scheduler for app in recorded_apps())}:
                 raise
             sys.exit(130)
 

@@ -82,8 +82,3 @@ def _app(scheduler: str, app_id: str, file: str) -> RecordedApp:
     if not name:  # TorchX makes most ids of the name and a random suffix (torchx.schedulers.ids.make_unique)
         name = app_id.rpartition("-")[0].rpartition(":")[2]
     return RecordedApp(scheduler, app_id, name, submitted)
-
-
-def used_schedulers() -> list[str]:
-    """Return the names of the schedulers that have run an app of this machine's records, the local one first."""
-    return [LOCAL, *sorted({app.scheduler for app in recorded_apps()} - {LOCAL})]
