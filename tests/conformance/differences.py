@@ -78,6 +78,12 @@ class Difference(Enum):
         "preload=none` or `-cfg ranks=fresh`",
         "ranks are forks of an interpreter that has started before",
     )
+    AT_FORK = (
+        "Functions that a start-up file, or an import that ranks share, registers with `os.register_at_fork`",
+        "called when the script forks",
+        "also when the ranks are born, as forks; what they print before is in the host's log",
+        "those of Python and of packages renew locks and random generators, and no fork can tell which are which",
+    )
     EARLY_VARIABLES = (
         "A variable that only an import of torch reads (`PYTORCH_ALLOC_CONF`, `TORCH_TRACE`, `KMP_*`, ...), set by "
         "the script before it imports torch",
@@ -170,6 +176,12 @@ class Difference(Enum):
         "the launcher's, shared by all ranks",
         "empty",
         "the job is no child of the terminal that submitted it",
+    )
+    BLOCKED = (
+        "Signals that the submitter blocks, and SIGCHLD if it ignores that",
+        "blocked and ignored in the ranks, too; with SIGCHLD ignored, a rank that fails counts as successful",
+        "neither blocked nor ignored",
+        "a job can be stopped, whoever has submitted it, and a failure is seen",
     )
     DEATH_WITH_HOST = (
         "A rank whose launcher is killed",

@@ -39,6 +39,21 @@ def test_startup_files(preload: str, both: Launchers) -> None:
         assert ours.reports == theirs.reports
 
 
+AT_FORK = """
+import os, sys
+sys.forks = []
+os.register_at_fork(after_in_child=lambda: sys.forks.append(os.getpid()))
+"""
+
+
+@differs(Difference.AT_FORK)
+def test_functions_that_a_startup_file_registers_for_forks(both: Launchers) -> None:
+    files, environ = {"lib/sitecustomize.py": AT_FORK}, {"PYTHONPATH": "lib"}
+    theirs, ours = both.script("report(bool(sys.forks))", files=files, environ=environ, preload="", live=True)
+    assert theirs.reports == {0: False, 1: False}
+    assert set(ours.reports.values()) == {both.ranks == "fork"}
+
+
 SETS = """
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     import numpy

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.conformance.differences import Difference, differs
 from tests.conformance.test_environment import DIFFERENT
 from tests.ports import free_port
 
@@ -20,10 +22,11 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 PROGRAM = """
-import json, os, sys, time
+import json, os, signal, sys, time
 rank = os.environ["RANK"]
 with open(f"part.{rank}", "w") as file:
-    json.dump({"argv": sys.argv, "env": dict(os.environ), "path": sys.path}, file)
+    blocked = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    json.dump({"argv": sys.argv, "env": dict(os.environ), "path": sys.path, "blocked": blocked}, file)
 os.rename(f"part.{rank}", f"seen.{rank}")
 if rank == "1" and sys.argv[1] == "fail":
     for _ in range(1200):  # its end is the end of rank 0
@@ -42,12 +45,17 @@ def torchx_run(scheduler: str, folder: Path, *words: str, preload: str = "torch"
     (work / "prog.py").write_text(PROGRAM)
     options = ["-s", scheduler, *(["-cfg", f"preload={preload}"] if scheduler == "monarch_local" else [])]
     command = [sys.executable, "-m", "torchx.cli.main", "run", *options, "--wait", "dist.torchrun", *words]
-    done = subprocess.run(command, cwd=work, capture_output=True, timeout=240, check=False)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    try:
+        done = subprocess.run(command, cwd=work, capture_output=True, timeout=240, check=False)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     seen = {int(path.suffix[1:]): json.loads(path.read_text()) for path in work.glob("seen.*")}
     work.rename(folder / scheduler)
     return done.returncode, seen
 
 
+@differs(Difference.BLOCKED)
 @pytest.mark.parametrize(
     ("ending", "code", "preload"),
     [pytest.param("end", 0, "torch", marks=pytest.mark.nightly("5 s of processor time")), ("fail", 1, "none")],
@@ -61,6 +69,7 @@ def test_arguments_and_exit_code(ending: str, code: int, preload: str, tmp_path:
     for rank in range(2):
         assert ours[1][rank]["argv"] == theirs[1][rank]["argv"]
         assert ours[1][rank]["path"] == theirs[1][rank]["path"]
+        assert (theirs[1][rank]["blocked"], ours[1][rank]["blocked"]) == ([signal.SIGUSR2], [])
 
 
 @pytest.mark.nightly("6 s of processor time; two hosts are compared with torchrun itself every time")
