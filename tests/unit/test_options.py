@@ -258,6 +258,12 @@ def test_options_of_a_newer_torch_are_known() -> None:
         options("--print-completion", "zsh")
 
 
+def test_an_abbreviation_may_be_of_both_spellings_of_an_option() -> None:
+    for flag in ("--nproc", "--nproc_per", "--nproc-per"):
+        assert options(flag, "3", "--", "no_such_a.py").nproc_per_node == options(f"{flag}=3").nproc_per_node == "3"
+    assert parse_options(["--", "--a_b.py", "--c_d"], {})[1:] == ("--a_b.py", ("--c_d",))
+
+
 def test_the_command_line_wins_over_the_environment() -> None:
     assert options("--max-restarts", "1", env={"PET_MAX_RESTARTS": "x"}).max_restarts == 1
     assert options("--standalone", env={"PET_STANDALONE": "0"}).standalone is True

@@ -370,9 +370,10 @@ def _parser() -> _Parser:
     # Values stay text: UNEXPANDED, which stands for a shell's expansion, cannot be converted to a type.
     parser = _Parser(prog="torchrun", add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("-h", "--help", action=_Prints, nargs=0)
-    parser.add_argument("--print-completion", "--print_completion", action=_Prints)  # since torch 2.14
+    parser.add_argument("--print-completion", action=_Prints)  # since torch 2.14
     for option in OPTIONS:
-        parser.add_argument(*option.flags, action="store_true" if option.type is bool else "store")
+        flags = [option.short, option.name] if option.short else [option.name]
+        parser.add_argument(*flags, action="store_true" if option.type is bool else "store")
     parser.add_argument("training_script")
     return parser
 
@@ -384,21 +385,35 @@ def parse_options(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[Tor
     """
     # argparse must not see the arguments of the script: before Python 3.12 it rejects an ambiguous abbreviation even
     # among them (``torchrun train.py --nproc 4``).
+    words = _with_hyphens(arguments)
     for end in range(len(arguments) + 1):
         try:
-            given, unknown = _parser().parse_known_args(arguments[:end])
+            given, unknown = _parser().parse_known_args(words[:end])
             break
         except CommandError:  # the words end before the script, or between an option and its value
             if end == len(arguments):
                 raise
     if unknown:
-        flag = unknown[0].partition("=")[0]
+        flag = arguments[words.index(unknown[0])].partition("=")[0]
         hint = did_you_mean(flag, [option.name for option in OPTIONS])
         raise CommandError(f"torchrun has no option {flag}.{hint} See `torchrun --help`.")
     # argparse removes one `--`: before the script or, if there is no `--` before it, right after it.
     if "--" not in arguments[:end] and list(arguments[end : end + 1]) == ["--"]:
         end += 1
     return _values(vars(given), env), given.training_script, tuple(arguments[end:])
+
+
+def _with_hyphens(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with ``-`` for each ``_`` in names of options, so that ``--nproc`` is short for one of them.
+
+    With both spellings of each option argparse calls it ambiguous.
+    """
+    words = list(arguments)
+    for position in range(words.index("--") if "--" in words else len(words)):
+        name, equals, value = words[position].partition("=")
+        if name.startswith("--"):
+            words[position] = name.replace("_", "-") + equals + value
+    return words
 
 
 def _values(texts: Mapping[str, Any], env: Mapping[str, str]) -> TorchrunOptions:
