@@ -260,7 +260,7 @@ class RunQueue:
         try:
             await self._events.interrupt(asyncio.wait_for(finish_hosts(), within), concerns_hosts)
         except Interrupted:
-            pass  # the hosts are not together any more, or the session ends: the next wait handles the event
+            pass  # the hosts are not together any more, or the allocation ends: the next wait handles the event
         except (HostError, asyncio.TimeoutError) as error:
             # The loss of a host is reported by a host event.
             self._reporter.line(f"some output of run {run.number} may be missing: {error or 'it did not come in time'}")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The host process of a replica: its ranks, their output, and its workload (batch job, session or actors)."""
+"""The host process of a replica: its ranks, their output, and its workload (ranks, a command or actors)."""
