@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -143,6 +144,23 @@ def test_another_users_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
         submit.submit(request, submitted.to_json())
     with pytest.raises(OSError, match="belongs to"):
         stored_apps.credentials("monarch_slurm").store("1", stored_apps.StoredCredentials("secret", {}))
+
+
+def test_a_state_directory_that_others_may_write_is_refused() -> None:
+    os.makedirs(root := state_files.state_dir())
+    os.chmod(root, 0o775)
+    with pytest.raises(UnsafeFileError, match=rf"is writable for others \(mode 775\): chmod go-w {root}"):
+        app("mine")
+
+
+def test_folders_above_the_state_directory_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path / ".local" / "state" / "torchx-monarch"))
+    before = os.umask(0)
+    try:
+        app("mine")
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*") if path.is_dir()} == {0o700}
 
 
 def test_an_unreadable_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:

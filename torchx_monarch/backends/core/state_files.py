@@ -171,15 +171,29 @@ def make_folder(*names: str) -> str:
 
     Args:
         names: its path below the state directory, one name for each folder.
+
+    Raises:
+        OSError: a folder cannot be made, is not the caller's, or others may write to the state directory: they could
+            put another folder into the place of a job's.
     """
     root = path = state_dir()
-    os.makedirs(root, mode=0o700, exist_ok=True)
+    _make_folders(root)
+    if (mode := os.stat(root).st_mode) & 0o022:
+        raise safe_files.UnsafeFileError(root, f"is writable for others (mode {mode & 0o777:o}): chmod go-w {root}")
     for name in names:
         path = os.path.join(path, name)
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         os.close(safe_files.open_folder(path, below=root))  # before anything is made inside of it
     return path
+
+
+def _make_folders(path: str) -> None:
+    """Make a folder and those above it; ``os.makedirs`` makes those above with what the umask leaves of 0777."""
+    if not os.path.isdir(path):
+        _make_folders(os.path.dirname(path))
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
 
 
 def names_in(folder: str) -> list[str]:
