@@ -56,6 +56,22 @@ os._exit(3)
     assert (hosts.logs(0) / "attempt_1" / "0" / "stdout.log").read_text() == "attempt 1\n"
 
 
+def test_stacks_are_not_written_through_a_link(folder: Path) -> None:
+    (victim := folder / "victim").mkdir()
+    (folder / "prog.py").write_text(f"""
+import os, time
+attempt = os.path.dirname(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]))
+if os.environ["RANK"] == "1":
+    os.rename(attempt, attempt + ".moved")
+    os.symlink({str(victim)!r}, attempt)
+    os._exit(3)
+time.sleep(600)
+""")
+    hosts = Hosts(folder, torchrun(str(folder / "prog.py")), options=NO_PRELOAD).start()
+    assert hosts.wait() == [3]
+    assert not list(victim.iterdir())
+
+
 def test_what_a_rank_says_stays_in_its_line(folder: Path) -> None:
     forged = "[monarch] FAILED: the network of host 7 is broken (0.01 s)"
     message = folder / "message"

@@ -88,7 +88,7 @@ class RankStacks:
         text = "\n".join([f"{self._host}, {one_line(title)}, {now} UTC:", *lines, "", ""])
         # Hosts may share the folder. Each adds its text by one write.
         with contextlib.suppress(OSError):
-            file = safe_files.open_file(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            file = safe_files.open_file(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, below=folder.parent)
             try:
                 if os.fstat(file).st_size < _MAX_FILE:
                     os.write(file, text.encode(errors="backslashreplace"))
