@@ -9,12 +9,14 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.waits import WITHIN
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.timed_line import LogQuery
+from torchx_monarch.host.ranks import rank_main
 from torchx_monarch.host.ranks.rank_logs import FilteredFile
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.host.ranks.run_output import RunOutput, RunOutputSink
@@ -210,6 +212,37 @@ def test_a_very_long_line_is_read_in_pieces(tmp_path: Path) -> None:
     assert len(lines) > 3 and max(map(len, lines)) < 2 << 20
     assert all(line.startswith("[continued] x") for line in lines[1:-1])
     assert sum(line.count("x") for line in lines) == 64 * 65536 and lines[-1] == "end\n"
+
+
+_STACK = ["Exception raised from throwTimeoutError at TCPStore.cpp:149 (most recent call first):"]
+_STACK += [f"frame #{number}: c10d::TCPStore::{'x' * 90} + 0x2 (0x7f in libtorch.so)" for number in range(44)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "last"),
+    [
+        (["the client socket has timed out", *_STACK, ""], "the client socket has timed out"),
+        (
+            [
+                "Current thread 0x7f (most recent call first):",
+                '  File "/home/me/train.py", line 7 in <module>',
+                '  File "<frozen runpy>", line 88 in _run_code',
+                f'  File "{rank_main.__file__}", line 181 in _run',
+                f'  File "{rank_main.OWN_FILES[-1]}", line 500 in <module>',
+            ],
+            'File "/home/me/train.py", line 7 in <module>',
+        ),
+    ],
+    ids=["C++ stack", "faulthandler"],
+)
+def test_the_last_line_is_no_frame_below_the_program(lines: list[str], last: str, tmp_path: Path) -> None:
+    async def program(out: Console) -> None:
+        rank = Rank(out)
+        await rank.write("\n".join([*lines, ""]).encode())
+        await rank.end()
+        assert rank.output.last_line.decode() == last
+
+    on_console(tmp_path / "console", program)
 
 
 def test_output_is_held_until_it_is_released_and_its_announcement_precedes_it(tmp_path: Path) -> None:

@@ -30,8 +30,15 @@ _LINES = re.compile(rb"[^\n]*\n|[^\n]+")
 _DRAW_AFTER = 0.1
 """Seconds after which an unfinished progress bar is shown: tqdm's default interval between two updates."""
 
-_LAST = 1024
-"""Bytes at the end of the output that are kept for ``OutputPipe.last_line``."""
+_LAST = 1 << 14
+"""Bytes at the end of the output that are kept for ``OutputPipe.last_line``: the C++ stack of an error of torch's has
+half as many."""
+
+_FRAME = re.compile(
+    rb'frame #\d+: |Exception raised from |File "(<frozen |%s/)' % re.escape(os.fsencode(os.path.dirname(__file__)))
+)
+"""The begin of a line of a C++ stack, as torch has it in the messages of errors, and of a Python frame below the
+program's."""
 
 
 class OutputPipe:
@@ -102,9 +109,12 @@ class OutputPipe:
 
     @property
     def last_line(self) -> bytes:
-        """The end of the last line that is not empty; a progress bar counts as lines, one for each update."""
-        lines = self._last.replace(b"\r", b"\n").split(b"\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), b"")
+        """The end of the last line that is not empty; a progress bar counts as lines, one for each update.
+
+        Frames that are not the program's do not count.
+        """
+        lines = map(bytes.strip, reversed(self._last.replace(b"\r", b"\n").split(b"\n")))
+        return next((line for line in lines if line and not _FRAME.match(line)), b"")
 
     def release(self) -> None:
         """Begin to read, when the destinations are set; later calls do nothing."""
