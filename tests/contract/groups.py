@@ -156,7 +156,7 @@ def _lose_machines(place: Place, program: str, go: str) -> float:
         Seconds until the group with a spare host took part again, or the group whose machine was replaced.
     """
     options = {"j": "3x1", "max_restarts": 1, "max_retries": int(place.replaces_machines), "env": {"GO": go}}
-    cfg = {"peer_timeout": 5, "rejoin_timeout": 5}
+    cfg = {"lease": 5, "rejoin_timeout": 5}
     job = _Job(place, program, hosts=(1, 2, 1), spares=1, cfg=cfg, **options)
     place.until(lambda: "spare: host 2 (" in place.log(job.handle, "group1", 1), "the spare host", job.handle)
     steps = job.until_all_take_part({})

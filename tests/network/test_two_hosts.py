@@ -88,7 +88,7 @@ def test_goes_on_when_a_machine_is_cut_off_and_its_host_replaced(
 ) -> None:
     path = script(WAITS_IN_THE_FIRST_ATTEMPT)
     machines = network(3)
-    options = ("--grace", "5", "--preload", "", "--replacements", "1", "--rejoin-timeout", "15")
+    options = ("--grace", "5", "--preload", "", "--replacements", "1", "--rejoin-timeout", "15", "--lease", "5")
     command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--tee", "3", path]
     hosts = networked(machines, command, options=options).start()
     until(lambda: all(hosts.out(replica).count("attempt 0") == 2 for replica in (0, 1)), "the first attempt")
@@ -108,6 +108,24 @@ def test_goes_on_when_a_machine_is_cut_off_and_its_host_replaced(
     if lost == 1:
         assert "host 1 (" in hosts.err(0)
         assert "lost replica 0" in hosts.err(1)
+
+
+def test_goes_on_in_the_same_processes_after_a_cut_shorter_than_the_lease(
+    network: Callable[[int], Network], networked: Callable[..., Hosts], tmp_path: Path
+) -> None:
+    machines, done = network(2), tmp_path / "done"
+    program = ["--no-python", "sh", "-c", _SLEEPS_UNTIL_THE_FILE_IS_THERE, str(done)]
+    command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--tee", "3", *program]
+    options = ("--grace", "5", "--preload", "", "--peer-timeout", "1", "--lease", "120")
+    hosts = networked(machines, command, options=options).start()
+    until(lambda: all("attempt 0" in hosts.out(replica) for replica in (0, 1)), "the ranks")
+    machines.cut(1)
+    until(lambda: "for 1 s (peer_timeout); it is lost unless it connects again" in hosts.err(0), "the cut")
+    machines.adapt(1)
+    until(lambda: re.search(r"host 1 \(.*\): it has connected again", hosts.err(0)), "the next connection")
+    done.touch()
+    assert hosts.wait() == [0, 0], hosts.err() + hosts.err(1)
+    assert hosts.out(1).count("attempt 0") == 1 and "restart" not in hosts.err(0)
 
 
 BENCH = Path(__file__).parents[2] / "bench" / "rendezvous.py"

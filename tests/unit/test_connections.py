@@ -178,7 +178,7 @@ def test_a_want_of_descriptors_is_told_once_and_connections_wait(
         monkeypatch.setattr(loop, "sock_accept", failing, raising=False)
         async with listening(address, identity(), say=said.append):
             client = await join(address, identity())
-            client._writer.close()
+            client._channel.close()
             assert not failures
 
     asyncio.run(run())
@@ -196,7 +196,7 @@ def test_one_of_two_gets_the_place(identity: Issuer, address: Address) -> None:
             assert all(
                 "has registered already: host 1 (h, pid 1)" in str(result) for result in results if result not in joined
             )
-        joined[0]._writer.close()
+        joined[0]._channel.close()
 
     asyncio.run(run())
 

@@ -62,7 +62,7 @@ class Replica:
     async def follow(self, address: Address) -> None:
         self.client = await RendezvousClient.join(HostNetwork(address), HOSTS[self.replica], WITHIN)
         await self.client.result(self.handle)
-        self.client._writer.close()
+        self.client._channel.close()
 
     async def handle(self, request: Request[Any]) -> Any:
         self.asked.append(request)
@@ -176,7 +176,7 @@ def test_no_request_reaches_the_replacement_of_a_lost_host_before_its_attempt(tm
     async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
         asking = asyncio.ensure_future(anext(hosts.ask(WatchRanks())))
         await until_async(lambda: replicas[1].asked, "the request")
-        replicas[1].client._writer.close()
+        replicas[1].client._channel.close()
         with pytest.raises(Interrupted) as caught:
             await asking
         assert isinstance(caught.value.event, HostLost) and rendezvous.members.missing == [1]
@@ -190,7 +190,7 @@ def test_no_request_reaches_the_replacement_of_a_lost_host_before_its_attempt(tm
         rendezvous.members.form(rendezvous.members.able)
         await hosts.collect(SampleRanks(), 0.2)
         assert replacement.asked == [SampleRanks()]
-        replacement.client._writer.close()
+        replacement.client._channel.close()
         await following
 
     run(tmp_path, scenario)

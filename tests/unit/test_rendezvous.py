@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
@@ -43,7 +44,7 @@ def test_a_result_before_all_have_come_is_told_to_those_that_come(
         late = await RendezvousClient.join(HostNetwork(address), host(1), 60)
         result = await asyncio.wait_for(late.result(AsyncMock()), WITHIN)
         assert result is not None and result.code == 2
-        late._writer.close()
+        late._channel.close()
         await asyncio.wait_for(announcing, WITHIN)  # nobody is missing any more
 
     asyncio.run(main())
@@ -58,7 +59,7 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         first.register(host(0))
         lost = await RendezvousClient.join(HostNetwork(address), host(1), WITHIN)
         first.members.form(first.members.able)
-        lost._writer.close()
+        lost._channel.close()
         assert (await asyncio.wait_for(first.events.next(), WITHIN)).replica == 1
         first.put_off_restarted_hosts()
         joining = asyncio.ensure_future(RendezvousClient.join(HostNetwork(address), host(1), 20))
@@ -69,7 +70,7 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         announcing = asyncio.ensure_future(first.announce(JobResult(7, "over"), 5))
         result = await asyncio.wait_for(rejoined.result(AsyncMock()), WITHIN)
         assert result is not None and result.code == 7
-        rejoined._writer.close()
+        rejoined._channel.close()
         await announcing
         assert not joining.done()
         second = Rendezvous(HostNetwork(address, HostSpec(replicas=2)))
@@ -77,7 +78,7 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         second.register(host(0))
         rendezvous_client = await asyncio.wait_for(joining, WITHIN)
         await asyncio.wait_for(second.members.until(lambda: second.members.able_count == 2), WITHIN)
-        rendezvous_client._writer.close()
+        rendezvous_client._channel.close()
         await second.announce(JobResult(0, ""), 5)
 
     asyncio.run(main())
@@ -98,16 +99,16 @@ def test_losses_and_errors_of_spare_hosts_are_no_events(address: Address) -> Non
         first.members.form(first.members.able)
         spare = await RendezvousClient.join(HostNetwork(address), host(2), WITHIN)
         await until_async(lambda: spares[-1] == [2], "the spare host")
-        spare._writer.close()
+        spare._channel.close()
         await asyncio.wait_for(first.members.until(lambda: first.members.able_count == 2), WITHIN)
         preempted = await RendezvousClient.join(HostNetwork(address), host(2), WITHIN)
         await preempted.report(SignalReceived(signal.SIGTERM, False))
         result = await asyncio.wait_for(preempted.result(AsyncMock()), WITHIN)
         assert result is not None and preempted.dismissed
-        preempted._writer.close()
+        preempted._channel.close()
         assert spares[-4:] == [[2], [], [2], []] and not first.events.pending
         assert [line.rpartition("; ")[2] for line in said] == ["it ran no ranks"] * 2
-        member._writer.close()
+        member._channel.close()
         assert (await asyncio.wait_for(first.events.next(), WITHIN)).replica == 1
         await first.announce(JobResult(0, ""), 5)
 
@@ -120,7 +121,7 @@ def test_time_in_which_this_process_has_not_run_counts_for_no_lease(monkeypatch:
 
     async def main() -> None:
         expired: list[str] = []
-        peer = SimpleNamespace(silence=0.0, lease_expired=lambda: expired.append("peer"))
+        peer: Any = SimpleNamespace(silence=0.0, lease_expired=lambda: expired.append("peer"))
         leases = lease.Leases(1.0, lambda: [peer])
         leases.start()
         assert leases.own_pause == 0

@@ -154,8 +154,8 @@ class JobHosts:
         """Count a host of the attempt as lost, and end its connection."""
         if (member := self.members.in_attempt(replica)) is None:
             return
-        if member.writer is not None:
-            member.writer.transport.abort()
+        if member.channel is not None:
+            member.channel.close()
             self.members.set_state(member, MemberState.LOST)
         self.events.post(HostLost(replica, JobResult(1, f"{member.host.name} {how}", replica=replica)))
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import enum
 from collections import Counter
@@ -11,7 +10,9 @@ from collections.abc import Callable, Sequence
 
 from torchx_monarch.controller.host_events import Changes
 from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import messages
+from torchx_monarch.transport.channel import Channel
 
 
 class MemberState(enum.Enum):
@@ -21,7 +22,7 @@ class MemberState(enum.Enum):
     UNABLE = "it is registered, and cannot start, which ends the job"
     ABLE = "it is registered, and can take part in attempts"
     DISMISSED = "it has been sent its own result, and another host of its replica may register"
-    LOST = "its connection has ended, or another host of its replica has its place"
+    LOST = "its channel has ended, or another host of its replica has its place"
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -29,15 +30,13 @@ class Member:
     """A host.
 
     Attributes:
-        writer: its connection; None for replica 0's own host, and for one that is refused or lost.
-        silence: seconds since its last message (``transport.lease``).
+        channel: to it; None for replica 0's own host, and for one that is refused or lost.
         knows_result: whether it has been sent the result of the job.
     """
 
     host: Registration
     state: MemberState
-    writer: asyncio.StreamWriter | None = None
-    silence: float = 0.0
+    channel: Channel | None = None
     knows_result: bool = False
 
     @property
@@ -45,11 +44,14 @@ class Member:
         return self.state in (MemberState.UNABLE, MemberState.ABLE)
 
     async def send(self, message: messages.Message) -> bool:
-        return self.writer is not None and await messages.send(self.writer, message)
+        return self.channel is not None and await self.channel.send(message)
 
-    def lease_expired(self) -> None:
-        if self.writer is not None:
-            self.writer.transport.abort()  # ``Rendezvous`` finds the connection ended, and says why
+    async def send_result(self, result: JobResult, dismissed: bool = False) -> None:
+        """Send its last message, with the result of the job, or one with which it alone is dismissed."""
+        self.knows_result = not dismissed
+        if self.channel is not None:
+            self.channel.finish()
+            await self.channel.send({"type": "result", "dismissed": dismissed, **vars(result)})
 
 
 class Members:
@@ -94,7 +96,9 @@ class Members:
         member.state = state
         self._count(member, 1)
         if state is MemberState.LOST:
-            member.writer = None
+            if member.channel is not None and member.channel.is_broken:
+                member.channel.close()
+            member.channel = None
             self.on_lost(member.host.replica)
 
     def _count(self, member: Member, step: int) -> None:
@@ -141,9 +145,9 @@ class Members:
     def write(self, replica: int, data: bytes) -> bool:
         """Write to the replica's host in the attempt, but not wait until it has read; return whether there is one."""
         member = self.in_attempt(replica)
-        if member is None or member.writer is None:
+        if member is None or member.channel is None:
             return False
-        member.writer.write(data)
+        member.channel.write(data)
         return True
 
     def machine(self, host: Registration) -> str:
@@ -156,8 +160,8 @@ class Members:
 
     @property
     def connected(self) -> list[Member]:
-        """The hosts, but for replica 0's own, whose connection is open."""
-        return [member for member in self._members.values() if member.writer is not None]
+        """The hosts, but for replica 0's own, whose channel has not ended."""
+        return [member for member in self._members.values() if member.channel is not None]
 
     @property
     def able(self) -> list[Registration]:

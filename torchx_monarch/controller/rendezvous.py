@@ -2,15 +2,15 @@
 """The rendezvous, through which the hosts of a role register with replica 0 and learn the result of the job.
 
 Replica 0 listens. Every other host connects, registers, sends heartbeats, which replica 0 answers, and waits for the
-result. Each side counts the other as lost when the connection breaks, or stays silent for longer than the lease
-(``transport.lease``).
+result. Each side counts the other as lost when their channel ends (``transport.channel``), which it also does when the
+other is silent for longer than the lease (``transport.lease``).
 
 =========================  =======================================================================================
-host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, ``answer`` and
+host to replica 0          ``register`` and ``resume`` (greetings, with the protocol's version), ``answer`` and
                            the reports (``host_messages``)
 client to replica 0        ``state``, ``stop`` (greetings; the answer is ``state``), and the kinds in
                            ``Rendezvous.clients``
-replica 0 to either        ``registered`` (with its name), ``alive``, ``refused`` (with the reason), ``state``,
+replica 0 to either        ``registered`` (with its name), ``resumed``, ``refused`` (with the reason), ``state``,
                            ``request`` and ``cancel`` (``host_messages``), ``result``
 =========================  =======================================================================================
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hmac
 import os
 import signal
 import socket
@@ -43,6 +44,7 @@ from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import connections, messages
+from torchx_monarch.transport.channel import Channel
 from torchx_monarch.transport.connections import ConnectError, Listener
 from torchx_monarch.transport.lease import Leases
 
@@ -106,6 +108,15 @@ class Peer:
 Serve = Callable[[Peer], Awaitable[None]]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Resumption:
+    """A host's request to go on over another connection; ``received`` is the number of messages it has received."""
+
+    replica: int
+    token: str
+    received: int
+
+
 class Rendezvous:
     """Replica 0's side of the rendezvous.
 
@@ -124,13 +135,15 @@ class Rendezvous:
     ) -> None:
         self.events = HostEvents()
         self.members = Members(network.options.replicas)
-        self.clients: dict[str, Serve] = {"state": self._send_state, "stop": self._stop}
+        self.clients: dict[str, Serve] = {"state": self._send_state, "stop": self._stop, "resume": self._resume}
         self._network = network
         self._replicas = network.options.replicas
         self._fewest = self._replicas if fewest is None else fewest
         self._spares = network.options.spares
         self._say = say
-        self._leases = Leases(network.options.lease, lambda: self.members.connected)
+        self._leases = Leases(
+            network.options.lease, lambda: [member.channel for member in self.members.connected if member.channel]
+        )
         self._puts_off = False
         self._result: JobResult | None = None
         self._listener: Listener | None = None
@@ -165,9 +178,9 @@ class Rendezvous:
         await messages.send(writer, {**greeting, "version": messages.VERSION})
         return reader, writer
 
-    def register(self, host: Registration, writer: asyncio.StreamWriter | None = None) -> Member:
+    def register(self, host: Registration, channel: Channel | None = None) -> Member:
         """Register a host as present. The error of a host that cannot start is an event."""
-        member = Member(host, MemberState.UNABLE if host.error else MemberState.ABLE, writer)
+        member = Member(host, MemberState.UNABLE if host.error else MemberState.ABLE, channel)
         self.members.add(member)
         if host.error:
             reason = f"{host.name} cannot start: {host.error}"
@@ -180,7 +193,7 @@ class Rendezvous:
         member = self.members.get(replica)
         if member is not None and member.is_registered:
             self.members.set_state(member, MemberState.DISMISSED)
-            await member.send({"type": "result", "dismissed": True, **vars(result)})
+            await member.send_result(result, dismissed=True)
 
     def put_off_restarted_hosts(self) -> None:
         """Refuse hosts that the backend starts again, until it has started replica 0 again as well.
@@ -200,10 +213,7 @@ class Rendezvous:
         if result.code != 0:
             self.put_off_restarted_hosts()
         started = time.monotonic()
-        message, members = {"type": "result", **vars(result)}, self.members.connected
-        for member in members:
-            member.knows_result = True
-        if telling := [asyncio.ensure_future(member.send(message)) for member in members]:
+        if telling := [asyncio.ensure_future(member.send_result(result)) for member in self.members.connected]:
             await asyncio.wait(telling, timeout=timeout)  # in parallel: a host that does not read must not delay others
         open_for = 0.0 if self.members.has_begun or self._listener is None else _LATECOMERS
         while (self.members.connected or open_for) and time.monotonic() < started + timeout:
@@ -235,22 +245,40 @@ class Rendezvous:
             await messages.send(writer, refusal)
             return
         # No await between ``_admit`` and this: another connection may greet with the same replica.
-        member = self.register(host, writer)
+        last = self.members.get(host.replica)
+        if last is not None and last.channel is not None and last.is_registered:
+            last.channel.close(f"was lost: {last.channel.broken_by}; another host process has its place")
+            self._leave(last, self._loss(last, last.channel))
+        network, own = self._network, self.members.registered(0)
+        say = lambda text: self._say(f"{host.name}: {text}")  # noqa: E731
+        channel = Channel(reader, writer, network.options, network.rendezvous.networked, say=say)
+        greeted = {"type": "registered", "name": own.name if own else "replica 0", "token": channel.token}
+        writer.write(messages.encode(greeted))
+        member = self.register(host, channel)
         if self._listener is not None:
             self._listener.mark_authenticated()
-        # Nor between that and this: the controller, which the registration wakes, may send the host a request.
-        own = self.members.registered(0)
-        await member.send({"type": "registered", "name": own.name if own else "replica 0"})
         if self._result is not None:
-            await member.send({"type": "result", **vars(self._result)})
+            await member.send_result(self._result)
         try:
-            lost = await self._follow(member, reader)
+            await self._follow(member, channel)
         except messages.ProtocolError as error:
-            lost = _lost(host, f"was lost: {error}")
-        self._leave(member, lost)
+            channel.close(f"was lost: {error}")
+        self._leave(member, self._loss(member, channel))
+
+    async def _resume(self, peer: Peer) -> None:
+        """Have the channel to a registered host go on over another connection."""
+        try:
+            resumption = decode(_Resumption, peer.greeting)
+        except DecodeError as error:
+            raise RendezvousError(str(error)) from None
+        member = self.members.get(resumption.replica)
+        channel = member.channel if member is not None and not peer.is_client else None
+        if channel is None or not hmac.compare_digest(resumption.token.encode(), channel.token.encode()):
+            raise RendezvousError(f"replica {resumption.replica} has not registered with it, or counts as lost")
+        await channel.resume(peer.reader, peer.writer, resumption.received)
 
     def _leave(self, member: Member, lost: HostLost) -> None:
-        """Remove a host whose connection has ended.
+        """Remove a host whose channel has ended, or whose replica has another host now.
 
         Nothing in here awaits, so all who wait for the event, the host or its answers find everything done: a request
         that fails because the host is lost finds the event, which names the cause better, pending.
@@ -299,7 +327,7 @@ class Rendezvous:
         if not 0 <= host.replica < self._replicas:
             raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
         last = self.members.get(host.replica)
-        if last is not None and last.is_registered:
+        if last is not None and last.is_registered and not (last.channel is not None and last.channel.is_broken):
             raise _TakenError(f"replica {host.replica} has registered already: {last.host.name}")
         if self._puts_off and host.attempt < 0:  # a host that has run attempts belongs to this job and needs its result
             raise LaterError("the hosts that this one was started to join are ending")
@@ -313,12 +341,11 @@ class Rendezvous:
                 raise RendezvousError(host.error)
         return host
 
-    async def _follow(self, member: Member, reader: asyncio.StreamReader) -> HostLost:
+    async def _follow(self, member: Member, channel: Channel) -> None:
         host = member.host
-        while message := await messages.receive(reader):
+        while message := await channel.receive():
             if member.state is MemberState.LOST:
                 continue  # it was dismissed, and another one has its place
-            member.silence = 0.0
             try:
                 report = decode_report(message)
             except DecodeError as error:
@@ -334,15 +361,16 @@ class Rendezvous:
                     self.events.post(event)
             if message.get("type") == "answer":
                 self.members.on_answer(host.replica, message)
-            if message.get("type") == "alive":
-                await member.send({"type": "alive"})
-        if member.silence > self._leases.seconds:
-            return _lost(host, f"does not answer: no message from it for {self._leases.seconds:g} s (lease)")
+
+    def _loss(self, member: Member, channel: Channel) -> HostLost:
+        """Return the event of a host whose channel has ended."""
+        host = member.host
         # A pause of this process is the reason why the host has left, whose own lease for it has expired.
-        if (pause := self._leases.own_pause) and (own := self.members.registered(0)):
+        pause = self._leases.own_pause if channel.silence <= self._leases.seconds else 0.0
+        if pause and (own := self.members.registered(0)):
             blamed = _lost(own, f"did not run for {pause:.0f} s, and {host.name} has left it")
             return dataclasses.replace(blamed, replica=host.replica)  # the host is sound and may register again
-        return _lost(host, "was lost: its connection broke")
+        return _lost(host, channel.loss)
 
     def _is_needed(self, member: Member) -> bool:
         """Return whether the loss of a registered host ends the attempt: it is in it, or too few would be left."""

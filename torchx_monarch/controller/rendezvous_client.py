@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import messages
+from torchx_monarch.transport.channel import Channel, Reopened
 from torchx_monarch.transport.connections import Address, ConnectError
 from torchx_monarch.transport.lease import Leases
 
@@ -84,16 +86,14 @@ async def handshake(
 
 
 class RendezvousClient:
-    """The connection of a host to replica 0, for every host but replica 0."""
+    """The channel of a host to replica 0, for every host but replica 0."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str, lease: float) -> None:
-        self.silence = 0.0  # of replica 0
-        self.lost = ""  # why replica 0 is lost, if more is known than that the connection broke
+    def __init__(self, channel: Channel, name: str, lease: float) -> None:
+        self.lost = ""  # why replica 0 is lost
         self.dismissed = False  # whether the result is for this host alone, and the job goes on without it
-        self._reader = reader
-        self._writer = writer
+        self._channel = channel
         self._name = name
-        self._leases = Leases(lease, lambda: [self])
+        self._leases = Leases(lease, lambda: [channel])
 
     @classmethod
     async def join(
@@ -108,10 +108,19 @@ class RendezvousClient:
         greeting = {"type": "register", "host": shortened}
         joining = handshake(network, network.rendezvous, greeting, "registered", timeout, on_failure)
         answer, reader, writer = await joining
-        return cls(reader, writer, str(answer.get("name"))[:200], network.options.lease)
+
+        async def reopen(received: int) -> Reopened | None:
+            resume = {"type": "resume", "replica": host.replica, "token": answer.get("token"), "received": received}
+            try:
+                return await handshake(network, network.rendezvous, resume, "resumed", math.inf)
+            except RendezvousError:
+                return None
+
+        channel = Channel(reader, writer, network.options, network.rendezvous.networked, reopen)
+        return cls(channel, str(answer.get("name"))[:200], network.options.lease)
 
     async def report(self, report: SignalReceived) -> None:
-        await messages.send(self._writer, {"type": type(report).__name__, **vars(report)})
+        await self._channel.send({"type": type(report).__name__, **vars(report)})
 
     async def result(self, handler: Handler) -> JobResult | None:
         """Wait for the result, execute requests and send heartbeats meanwhile; return None if replica 0 is lost."""
@@ -122,23 +131,23 @@ class RendezvousClient:
             task.add_done_callback(lambda _: executing.pop(number))
 
         heartbeats = asyncio.ensure_future(self._send_heartbeats())
-        self.silence = 0.0
         self._leases.start()
         try:
-            while message := await messages.receive(self._reader):
-                self.silence = 0.0
+            while message := await self._channel.receive():
                 number = message.get("id")
                 if message.get("type") == "request" and isinstance(number, int):
                     execute(number, message)
                 if message.get("type") == "cancel" and number in executing:
                     executing[number].cancel()
                 if message.get("type") == "result":
+                    self._channel.confirm()
                     self.dismissed = message.get("dismissed") is True
                     return decode(JobResult, message, "the result")
-            if not self.lost and (pause := self._leases.own_pause):
+            self.lost = f"{self._name} {self._channel.loss}"
+            if (pause := self._leases.own_pause) and self._channel.silence <= self._leases.seconds:
                 self.lost = f"this host did not run for {pause:.0f} s, and {self._name} has given it up"
         except (messages.ProtocolError, DecodeError) as error:
-            self.lost = str(error)
+            self.lost = f"{self._name} sent an invalid message: {error}"
         finally:
             for task in executing.values():  # replica 0 is lost, or does not need the answers
                 task.cancel()
@@ -155,13 +164,9 @@ class RendezvousClient:
                 data = messages.encode({**answer, "refused": refusal})
         except (ValueError, messages.ProtocolError) as error:
             data = messages.encode({**answer, "error": str(error)[:1000]})
-        await messages.send_bytes(self._writer, data)
+        await self._channel.send_bytes(data)
 
     async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(self._leases.heartbeat)
-            await messages.send(self._writer, {"type": "alive"})
-
-    def lease_expired(self) -> None:
-        self.lost = f"{self._name} does not answer: no message from it for {self._leases.seconds:g} s (lease)"
-        self._writer.transport.abort()
+            self._channel.confirm(asks=True)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+
+from torchx_monarch.transport.channel import Channel
 
 _HEARTBEATS = 3
 """Heartbeats per lease, so that two may be late. For four thousand hosts, one heartbeat every 5 s would cost replica 0
@@ -21,24 +22,15 @@ _TICK = 1.0
 """Seconds between two checks of all leases."""
 
 
-class Peer(Protocol):
-    """A peer process; ``silence`` are the seconds since its last message; the receiver of a message sets it to 0."""
-
-    silence: float
-
-    def lease_expired(self) -> None:
-        """End the connection to it; this may be called again until that has ended."""
-
-
 class Leases:
     """Watch the leases that one process grants to its peers.
 
     Args:
         seconds: seconds of silence that a peer may have, counted while this process runs.
-        peers: returns those that are connected.
+        peers: returns the channels to those that are not lost.
     """
 
-    def __init__(self, seconds: float, peers: Callable[[], Sequence[Peer]]) -> None:
+    def __init__(self, seconds: float, peers: Callable[[], Sequence[Channel]]) -> None:
         self.seconds = seconds
         self._peers = peers
         self._tick = min(_TICK, seconds / 10)

@@ -83,9 +83,9 @@ async def _receive(reading: Coroutine[Any, Any, bytes], timeout: float | None) -
     except ValueError:
         raise ProtocolError(f"a line is over the limit of {MAX_LINE} bytes") from None
     except (OSError, asyncio.TimeoutError) as error:  # in Python 3.10 asyncio.TimeoutError is not the builtin
-        if isinstance(error, OSError) and error.errno is not None:
+        if timeout is None or (isinstance(error, OSError) and error.errno is not None):
             return None  # broken by the peer, or by the kernel with ETIMEDOUT, which is a TimeoutError too
-        raise TimeoutError(f"no message within {timeout or 0:g} s") from None
+        raise TimeoutError(f"no message within {timeout:g} s") from None
     return decode(line) if line.endswith(b"\n") else None
 
 

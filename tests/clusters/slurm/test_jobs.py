@@ -296,7 +296,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(
     role = apps.torchrun(apps.program(CHECKPOINTS), env={"CHECKPOINT": str(checkpoint)}, metadata=metadata)
     waits = ["--no-python", "sh", "-c", f"until [ -e {checkpoint}.end ]; do sleep 0.1; done"]
     others = [apps.torchrun(*waits, nproc=1, replicas=1, name="other", metadata=metadata)] * (roles - 1)
-    handle = apps.run(role, *others, peer_timeout=2)
+    handle = apps.run(role, *others, lease=5)
     for replica in (0, 1):
         apps.wait_for_output(handle, "attempt 0", replica, times=2)
     checkpoint.touch()

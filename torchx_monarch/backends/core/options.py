@@ -101,7 +101,7 @@ class NetworkOpts(MonarchOpts):
     """Address or interface on which hosts listen; empty for all."""
 
     peer_timeout: int = 5
-    """Seconds without network traffic from a machine after which it counts as lost."""
+    """Seconds without network traffic from a machine after which its connection is replaced, until `lease` ends."""
 
     rejoin_timeout: int = 60
     """Seconds for which a host that has lost replica 0 tries to reach its replacement."""
