@@ -268,3 +268,16 @@ def test_removes_an_app_with_a_damaged_request(paths: state_files.AppPaths) -> N
     Path(paths.request).write_text("{")
     folder.remove_ended(paths)
     assert not os.path.exists(paths.root)
+
+
+def test_the_exit_of_a_process_is_awaited_and_not_that_of_another_with_its_pid() -> None:
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    assert child.stdin is not None
+    with child:
+        target = processes.identity(child.pid)
+        assert target is not None
+        assert processes.await_exit(target, 0.0) and child.poll() is None  # it has not exited in that time
+        assert not processes.await_exit(target._replace(start=target.start - 1), WITHIN)
+        child.stdin.close()
+        assert processes.await_exit(target, WITHIN)
+    assert not processes.await_exit(target, WITHIN)

@@ -32,6 +32,9 @@ from torchx_monarch.system.untrusted_text import one_line
 _MAX_WAIT = 30.0
 """Longest duration of one poll in seconds; the command line then polls again."""
 
+_PROGRESS_INTERVAL = 0.05
+"""Seconds between two looks for new progress lines."""
+
 _KILL_TIMEOUT = 15.0
 
 _DETACH = "A job that is submitted without --wait and --log goes on"
@@ -86,7 +89,7 @@ class Foreground:
         until = time.monotonic() + _MAX_WAIT
         ended = False
         while not ended and time.monotonic() < until:
-            ended = self._apps.wait(app_id, 0.05)
+            ended = self._apps.wait(app_id, _PROGRESS_INTERVAL if shows else until - time.monotonic())
             if shows:
                 self._show_progress()
 

@@ -13,6 +13,7 @@ import ctypes
 import errno
 import os
 import resource
+import select
 import signal
 import subprocess
 import time
@@ -201,6 +202,23 @@ def send(target: ProcessIdentity, signum: int) -> bool:
             os.kill(target.pid, signum)
             return True
     return False
+
+
+def await_exit(target: ProcessIdentity, seconds: float) -> bool:
+    """Wait for the exit of this process, at most so many seconds; return False at once if it has exited already."""
+    try:
+        descriptor = os.pidfd_open(target.pid)
+    except OSError:  # it has exited; or a sandbox lacks the call (gVisor), as kernels before 5.3 do
+        return False
+    try:
+        if identity(target.pid) != target:
+            return False
+        waits = select.poll()
+        waits.register(descriptor, select.POLLIN)
+        waits.poll(seconds * 1000)
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def _pids() -> Iterable[int]:

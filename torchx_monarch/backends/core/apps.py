@@ -125,7 +125,7 @@ class Apps(Generic[S]):
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            time.sleep(min(left, self.backend.poll))
+            self.backend.await_change(app_id, left)
         return True
 
     def cancel(self, app_id: str, grace: float | None = None, reason: str = "") -> None:

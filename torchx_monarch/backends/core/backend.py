@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
@@ -210,6 +211,10 @@ class Backend(abc.ABC, Generic[O, R, S]):
     def has_ended(self, app_id: str) -> bool | None:
         """Return whether an app has ended or does not exist, for frequent calls; None to derive it from a snapshot."""
         return None
+
+    def await_change(self, app_id: str, seconds: float) -> None:
+        """Wait until an app may have ended, at most so many seconds; by default ``poll`` seconds."""
+        time.sleep(min(seconds, self.poll))
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
