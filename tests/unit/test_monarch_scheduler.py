@@ -159,6 +159,9 @@ def test_bad_command_is_refused_before_anything_is_submitted(runner: Runner, app
         ("name", "a" * 300, "role 'aaaaaaaaaaaaaaaaaaaa'…: as a folder its name has 300 bytes; it can have 255"),
         ("name", "ü" * 50, "its name has 300 bytes"),
         ("retry_policy", "ROLE", "role 'reader': its retry_policy is 'ROLE', and not RetryPolicy."),
+        ("env", {"A": "a", "BIG": "b" * 131068}, "variable 'BIG' has 131,073 bytes, and a process can have none above"),
+        ("args", ["c" * 131072], "role 'reader': argument 'cccccccccccccccccccccccccccccccccccccccc'… has 131,073"),
+        ("env", {f"X{i}": "x" * 99_000 for i in range(70)}, "arguments and variables have 6,930,465 bytes, and a"),
     ],
 )
 def test_roles_that_no_backend_takes(runner: Runner, app: AppDef, field: str, value: object, said: str) -> None:

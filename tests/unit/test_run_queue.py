@@ -64,11 +64,11 @@ def test_the_refusal_of_a_run_names_the_role_in_the_command_that_ends_the_earlie
 def test_a_run_that_is_too_large_for_a_message_to_a_host_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         replica0 = Replica0(tmp_path)
-        request = {"command": ["python", "x.py"], "env": {"LONG": ""}}
+        request = {"command": ["python", "x.py"], "function": ""}
         room = messages.MAX_MESSAGE - len(messages.encode(request))  # the client's message is not too large
         with pytest.raises(RendezvousError, match="too large: a message of 8388"):
-            replica0.submit(env={"LONG": "x" * room})
-        replica0.submit(env={"LONG": "x" * (room - 1000)})
+            replica0.submit(function="x" * room)
+        replica0.submit(function="x" * (room - 1000))
 
     asyncio.run(main())
 
@@ -123,7 +123,11 @@ def test_output_of_hosts_is_read_no_faster_than_replica_0_writes_it(
 
 @pytest.mark.parametrize(
     ("message", "why"),
-    [({"program": ["-m", "x"], "function": 3}, "function"), ({"command": ["x.py", "a\0b"]}, r"'a\\x00b'.* NUL")],
+    [
+        ({"program": ["-m", "x"], "function": 3}, "function"),
+        ({"command": ["x.py", "a\0b"]}, r"'a\\x00b'.* NUL"),
+        ({"env": {"BIG": "x" * (1 << 17)}}, "cannot start: variable 'BIG' has 131,077 bytes"),
+    ],
 )
 def test_a_wrong_run_is_refused(message: dict[str, object], why: str) -> None:
     with pytest.raises(ValueError, match=why):

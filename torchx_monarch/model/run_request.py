@@ -11,6 +11,7 @@ from typing import Any
 
 from torchx_monarch.model.codec import decode
 from torchx_monarch.model.env_names import is_for_hosts
+from torchx_monarch.system.processes import why_too_large
 
 _MAX_SHOWN = 500
 
@@ -68,6 +69,8 @@ class RunRequest:
             raise ValueError(f"the run has the argument {bad[0]!r:.60}: no argument of a process can have a NUL")
         if bad := [name for name, value in self.env.items() if not name or "=" in name or "\0" in name + value]:
             raise ValueError(f"env of the run has {bad[0]!r:.60}, which is no variable")
+        if reason := why_too_large(self.command or self.program or (), self.env):
+            raise ValueError(f"the run cannot start: {reason}")
         if reserved := sorted(name for name in self.env if is_for_hosts(name) or name == "MONARCH_JOB"):
             raise ValueError(f"env of the run has {', '.join(reserved)}, which are the hosts' own")
         if self.cwd and not os.path.isabs(self.cwd):

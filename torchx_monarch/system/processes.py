@@ -35,6 +35,12 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _KILL_TIMEOUT = 5.0
 """Seconds after which a process that has got SIGKILL is given up."""
 
+_MAX_STRING = 128 * 1024
+"""The maximum bytes of one argument or variable of a process with its NUL: MAX_ARG_STRLEN with pages of 4 KiB."""
+
+_MAX_STRINGS = 6 * 1024 * 1024
+"""The maximum bytes of all of them, however large its stack may be (execve(2)); 2 MiB with a stack of 8 MiB."""
+
 _TERM_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL for processes that are left behind."""
 
@@ -63,6 +69,20 @@ def limit_hint(error: BaseException) -> str:
     if number == errno.EAGAIN or str(error) == "can't start new thread":  # a RuntimeError
         return " (the limit of processes: ulimit -u, or pids.max of the container)"
     return " (the limit of the whole machine, fs.file-max)" if number == errno.ENFILE else ""
+
+
+def why_too_large(words: Iterable[str], environ: Mapping[str, str]) -> str:
+    """Return why no process can have these arguments and variables, which ``execve`` limits; empty if one can."""
+    named = [(f"argument {word[:40]!r}…", word) for word in words]
+    named += [(f"variable {name[:200]!r}", f"{name}={value}") for name, value in environ.items()]
+    sizes = {name: len(text.encode(errors="replace")) + 1 for name, text in named}
+    largest = max(sizes, key=lambda name: sizes[name], default="")
+    if sizes and sizes[largest] > _MAX_STRING:
+        return f"{largest} has {sizes[largest]:,} bytes, and a process can have none above {_MAX_STRING:,}"
+    if (total := sum(sizes.values())) > _MAX_STRINGS:
+        of_all = f"arguments and variables have {total:,} bytes, and a process can have {_MAX_STRINGS:,}"
+        return f"{of_all} at most; the largest is {largest} with {sizes[largest]:,}"
+    return ""
 
 
 _inherited: frozenset[ProcessIdentity | None] = frozenset()

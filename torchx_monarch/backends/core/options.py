@@ -20,6 +20,7 @@ from torchx.specs import AppDef, RetryPolicy, VolumeMount, runopts
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.state_files import path_name
 from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.system.processes import why_too_large
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -149,10 +150,11 @@ def run_options(kind: type[MonarchOpts]) -> runopts:
 
 
 def check_roles(app: AppDef) -> None:
-    """Check the names of an app's roles, by which status and logs identify them, and how they are retried.
+    """Check the names of an app's roles, by which status and logs identify them, how they are retried, and their sizes.
 
     Raises:
-        UserError: two roles have one name, a name is too long for a folder, or a retry policy is none.
+        UserError: two roles have one name, a name is too long for a folder, a retry policy is none, or arguments and
+            variables are too large for a process.
     """
     for name, count in Counter(role.name for role in app.roles).items():
         if count > 1:
@@ -165,6 +167,8 @@ def check_roles(app: AppDef) -> None:
         if not isinstance(role.retry_policy, RetryPolicy):
             wrong = f"its retry_policy is {role.retry_policy!r}, and not RetryPolicy.APPLICATION, ROLE or REPLICA"
             raise UserError(f"role {role.name!r}: {wrong}")
+        if reason := why_too_large(role.args, role.env):
+            raise UserError(f"role {role.name!r}: {reason}. Put what is larger into a file")
 
 
 def check_images(app: AppDef, specs: Sequence[RoleSpec]) -> None:
