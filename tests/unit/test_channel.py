@@ -217,8 +217,8 @@ def test_who_does_not_come_back_is_lost(tmp_path: Path, is_reset: bool, reason: 
             await until_async(lambda: job.answered, "the answer")
             job.proxy.is_open = False
             job.proxy.cut(is_reset)
-            lost = await asyncio.wait_for(job.rendezvous.events.next(), WITHIN)
-            assert lost.result.reason == f"host 1 (node1, pid 7) was lost: {reason}"
+            lost = await job.rendezvous.events.until_event(asyncio.sleep(WITHIN))
+            assert lost is not None and lost.result.reason == f"host 1 (node1, pid 7) was lost: {reason}"
             assert await asyncio.wait_for(following, WITHIN) is None
             assert host.lost == f"replica 0 was lost: {reason}"
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -23,20 +24,20 @@ from torchx_monarch.controller.host_events import (
     HostEvent,
     HostLost,
     HostPreempted,
-    Interrupted,
     RunEndRequested,
     StopRequested,
 )
 from torchx_monarch.controller.host_messages import (
     BeginRun,
     Exits,
+    HostCall,
+    HostError,
     Launched,
     LaunchRanks,
     OpenStore,
     Request,
     RunBegun,
     StoreOpened,
-    WatchRanks,
 )
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobHosts, JobOptions
@@ -67,13 +68,13 @@ RUN_END = RunEndRequested(0, JobResult(143, "run ended", stopped=True))
 
 
 class Job(JobHosts):
-    """A job whose attempts are given: the exits that its hosts report, or the event that interrupts them.
+    """A job whose attempts are given: the exits that its hosts report, the event that ends it, or an error of a host.
 
     ``log`` has the replicas of each mesh, and the signals that have stopped the ranks.
     """
 
     def __init__(
-        self, sizes: NodeRange, replacements: int, *attempts: Sequence[tuple[int, Exits]] | HostEvent | Interrupted
+        self, sizes: NodeRange, replacements: int, *attempts: Sequence[tuple[int, Exits]] | HostEvent | HostError
     ) -> None:
         spec = HostSpec(
             replicas=sizes.most + sizes.spares,
@@ -102,24 +103,25 @@ class Job(JobHosts):
         assert isinstance(request, OpenStore)
         return StoreOpened("node0", 29500, True)
 
-    async def ask(self, request: Request[Any], *args: Any) -> AsyncGenerator[tuple[int, Any], None]:
+    async def ask(self, request: Request[Any], *args: Any) -> dict[int, Any]:
         self.log += [list(self.members.attempt)] if isinstance(request, BeginRun) else []
         answers: dict[type[Request[Any]], Any] = {BeginRun: BEGUN, LaunchRanks: Launched((7,))}
-        if type(request) in answers:
-            for replica in self.members.attempt:
-                yield replica, answers[type(request)]
-        if isinstance(request, WatchRanks):
-            step = self._attempts.pop(0)
-            if isinstance(step, Interrupted):
-                raise step
-            if isinstance(step, HostEvent):
-                self.post(step)
-                await self.events.interrupt(asyncio.sleep(WITHIN))
-            else:
-                for answer in step:
-                    yield answer
-                if self.report is not None:
-                    asyncio.get_running_loop().call_later(0.01, self.post, self.report)
+        return dict.fromkeys(self.members.attempt, answers[type(request)])
+
+    @contextmanager
+    def call(self, request: Request[Any], *args: Any) -> Iterator[HostCall[Any]]:
+        step = self._attempts.pop(0)
+        answers: Sequence[tuple[int, Any]] = [(0, step)] if isinstance(step, HostError) else []
+        if isinstance(step, HostEvent):
+            self.post(step)
+        elif not isinstance(step, HostError):
+            answers = step
+            if self.report is not None:
+                asyncio.get_running_loop().call_later(0.01, self.post, self.report)
+        call = HostCall(0, request, [replica for replica, _ in answers] or [0])
+        for answer in answers:
+            call.put(*answer)
+        yield call
 
     def post(self, event: HostEvent) -> None:
         if isinstance(event, HostLost):
@@ -176,13 +178,13 @@ def test_a_stop_request_has_its_own_signal() -> None:
 def test_the_end_of_a_run_waits_until_the_hosts_are_together() -> None:
     job = Job(FIXED, 0, GOOD)
     job.post(RUN_END)
-    assert job.result().code == 0
-    assert job.events.pending == [RUN_END]
+    assert job.result() is RUN_END.result
+    assert list(job.members.attempt) == [0, 1]
 
 
-def test_what_interrupts_is_an_event_of_the_work_as_well() -> None:
-    result = JobResult(7, "no mesh")
-    assert Job(FIXED, 0, Interrupted(StopRequested(0, result))).result() is result
+def test_a_host_that_answers_nonsense_ends_the_job() -> None:
+    result = Job(FIXED, 0, HostError("the answer lacks 'code'")).result()
+    assert (result.code, result.reason) == (1, "the answer lacks 'code'")
 
 
 @pytest.mark.parametrize(
@@ -248,8 +250,9 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
         job.reporter = Reporter(Console(2), str(recorded), "trainer")
         job.members.form(job.members.able)
         attempts = job.attempts()
-        assert (await attempts.run(job.members.able, {0: BEGUN, 1: BEGUN})).reason == "all 2 ranks ended with code 0"
-        attempts.hosts_changed(joined=True)
+        ended = await attempts.run(job.members.able, {0: BEGUN, 1: BEGUN})
+        assert isinstance(ended, JobResult) and ended.reason == "all 2 ranks ended with code 0"
+        attempts.advance(is_restart=False)
         assert attempts.current.number == 1
         await attempts.stop(15)
 

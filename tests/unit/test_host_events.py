@@ -13,7 +13,6 @@ from torchx_monarch.controller.host_events import (
     HostEvents,
     HostLost,
     HostPreempted,
-    Interrupted,
     StopRequested,
     signalled,
 )
@@ -24,19 +23,25 @@ HOST = Registration(1, "node7", 4711)
 LOST = HostLost(1, JobResult(1, "lost"))
 
 
-def test_an_event_interrupts_every_wait_until_it_is_settled() -> None:
+def test_an_event_ends_all_work_until_it_is_settled() -> None:
     async def main() -> None:
-        events = HostEvents()
-        waiting = asyncio.ensure_future(events.interrupt(asyncio.sleep(60)))
+        events, ended = HostEvents(), list[str]()
+
+        async def work() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0)
+                ended.append("work")
+
+        working = asyncio.ensure_future(events.until_event(work()))
         await asyncio.sleep(0)
         events.post(LOST)
-        for wait in (waiting, events.interrupt(asyncio.sleep(60))):
-            with pytest.raises(Interrupted) as caught:
-                await wait
-            assert caught.value.event is LOST
+        assert await working is LOST and ended == ["work"]
+        assert await events.until_event(asyncio.sleep(60)) is LOST
         events.take(lambda event: event is LOST)
         assert events.pending == []
-        assert await events.interrupt(asyncio.sleep(0, "done")) == "done"
+        assert await events.until_event(asyncio.sleep(0, "done")) == "done"
 
     asyncio.run(main())
 
@@ -57,12 +62,12 @@ def test_a_condition_that_held_was_met_even_if_it_lapses_at_once() -> None:
     asyncio.run(main())
 
 
-def test_what_is_done_already_is_not_interrupted() -> None:
+def test_the_outcome_of_what_is_done_already_comes_before_an_event() -> None:
     async def main() -> None:
         events, done = HostEvents(), asyncio.get_running_loop().create_future()
         done.set_result(7)
         events.post(LOST)
-        assert await events.interrupt(done) == 7
+        assert await events.until_event(done) == 7
         assert events.pending == [LOST]
 
     asyncio.run(main())

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -88,10 +87,9 @@ class ScriptedHosts:
         if self._other != GOOD:
             self._other = {**OTHER_FILE, "torch": torch}
 
-    async def ask(self, request: TakeFacts, timeout: float | None = None) -> AsyncIterator[Any]:
+    async def ask(self, request: TakeFacts, timeout: float | None = None) -> dict[int, Any]:
         self.requests.append(request)
-        yield 1, self._other
-        yield 0, GOOD
+        return {1: self._other, 0: GOOD}
 
 
 HOSTS = [Registration(replica, "node", 1) for replica in range(2)]

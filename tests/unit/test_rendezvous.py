@@ -60,7 +60,7 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         lost = await RendezvousClient.join(HostNetwork(address), host(1), WITHIN)
         first.members.form(first.members.able)
         lost._channel.close()
-        assert (await asyncio.wait_for(first.events.next(), WITHIN)).replica == 1
+        await until_async(lambda: [event.replica for event in first.events.pending] == [1], "the loss")
         first.put_off_restarted_hosts()
         joining = asyncio.ensure_future(RendezvousClient.join(HostNetwork(address), host(1), 20))
         with pytest.raises(RendezvousError, match="was not reached in 0.3 s: .*are ending"):
@@ -109,7 +109,7 @@ def test_losses_and_errors_of_spare_hosts_are_no_events(address: Address) -> Non
         assert spares[-4:] == [[2], [], [2], []] and not first.events.pending
         assert [line.rpartition("; ")[2] for line in said] == ["it ran no ranks"] * 2
         member._channel.close()
-        assert (await asyncio.wait_for(first.events.next(), WITHIN)).replica == 1
+        await until_async(lambda: [event.replica for event in first.events.pending] == [1], "the loss")
         await first.announce(JobResult(0, ""), 5)
 
     asyncio.run(main())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchx_monarch.controller.attempts import SameStep, never_joined, why_no_restart
+from torchx_monarch.controller.attempt import SameStep, never_joined, why_no_restart
 from torchx_monarch.host import no_restart_marker
 from torchx_monarch.host.no_restart_marker import VARIABLE, NoRestartMarker
 from torchx_monarch.model.backoff import Backoff

@@ -14,23 +14,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+from collections.abc import Collection
 
+from torchx_monarch.controller.attempt import Attempt
 from torchx_monarch.controller.elastic import listed
-from torchx_monarch.controller.host_events import HostEvent, HostLost, HostPreempted, Interrupted, StopRequested
-from torchx_monarch.controller.host_messages import Exits, HostError, LaunchRanks, WatchRanks
+from torchx_monarch.controller.host_events import HostEvent, HostLost, HostPreempted
+from torchx_monarch.controller.host_messages import HostError, Launched, LaunchRanks, WatchRanks
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.model.host_facts import Registration
-from torchx_monarch.model.job_result import (
-    EARLY_FAILURES_WITHIN,
-    JobResult,
-    RankExit,
-    describe_failure,
-    describe_others,
-    exit_records,
-    root_cause,
-    shell_code,
-)
+from torchx_monarch.model.job_result import EARLY_FAILURES_WITHIN, JobResult, RankExit, describe_others, shell_code
 from torchx_monarch.model.world import World
 
 
@@ -49,12 +42,11 @@ class CommandController:
         self._hosts = hosts
         self._events = hosts.events
         self._reporter = hosts.reporter
+        self._attempt = Attempt(has_begun=True)
         self._watched: dict[int, asyncio.Task[None]] = {}
-        self._pids: dict[int, tuple[int, ...]] = {}
-        self._exits: dict[int, RankExit] = {}
-        """How commands of the present hosts have ended, by replica."""
+        self._launched: dict[int, Launched] = {}
         self._failures: list[RankExit] = []
-        """The failures among them that are not settled yet."""
+        """The failures of commands of the present hosts that are not settled yet."""
         self._spared: set[int] = set()
         """The replicas that have failed for good, and that the role does not need."""
         self._is_late = False
@@ -67,14 +59,8 @@ class CommandController:
         result = None
         while result is None:
             self._watch_new_hosts()
-            waiting = self._events.interrupt(self._members.until(self._has_news))
-            try:
-                if self._waits_for_all:
-                    waiting = self._reporter.while_waiting(waiting, lambda: f"replica {listed(self._members.missing)}")
-                await waiting
-                result = await self._settle()
-            except Interrupted as interruption:
-                result = await self._handle(interruption.event)
+            event = await self._events.until_event(self._news())
+            result = await (self._handle(event) if event else self._settle())
         for replica in list(self._watched):
             self._forget(replica)
         return result
@@ -99,6 +85,12 @@ class CommandController:
         hosts = [] if self._waits_for_all else self._members.idle
         return [host for host in hosts if host.replica not in self._watched]
 
+    async def _news(self) -> None:
+        news = self._members.until(self._has_news)
+        if self._waits_for_all:
+            news = self._reporter.while_waiting(news, lambda: f"replica {listed(self._members.missing)}")
+        await news
+
     def _has_news(self) -> bool:
         is_too_late = self._is_late and self._waits_for_all
         return is_too_late or bool(self._failures) or bool(self._new_hosts()) or self._are_done()
@@ -106,7 +98,7 @@ class CommandController:
     def _are_done(self) -> bool:
         """Return whether all commands that the role has, or still waits for, have succeeded."""
         absent = self._members.unseen if self._is_late else 0
-        return len(self._exits) - len(self._failures) >= self._spec.replicas - len(self._spared) - absent
+        return len(self._attempt.exits) - len(self._failures) >= self._spec.replicas - len(self._spared) - absent
 
     def _watch_new_hosts(self) -> None:
         new = self._new_hosts()
@@ -120,8 +112,8 @@ class CommandController:
     def _forget(self, replica: int) -> None:
         """Forget the command of a host that leaves."""
         self._members.attempt.pop(replica, None)
-        self._exits.pop(replica, None)
-        self._pids.pop(replica, None)
+        self._attempt.exits.pop(replica, None)
+        self._launched.pop(replica, None)
         self._failures = [failure for failure in self._failures if failure.replica != replica]
         if replica in self._watched:
             self._watched.pop(replica).cancel()
@@ -130,30 +122,25 @@ class CommandController:
         """Start the command of a host unless it runs, and wait for its end. The loss of the host is an event."""
         replica = host.replica
         with contextlib.suppress(HostError):
-            world = World(0, 0, 0, (replica,), (1,), "", 0, False, self._spec.app)
-            self._pids[replica] = (await self._hosts.ask_host(LaunchRanks(world), host)).pids
-            self._report_start()
+            self._launched[replica] = await self._hosts.ask_host(LaunchRanks(self._world([replica])), host)
+            if len(self._launched) == self._spec.replicas:  # again when one of them has started again
+                self._report_start()
             for ended in await self._hosts.ask_host(WatchRanks(), host):
                 if ended.stopped_at is None or ended.failed:  # else its host reports why it has stopped it
-                    self._exits[replica] = ended
+                    self._attempt.add([ended])
                     self._failures += [ended] if ended.code else []
                     if replica == 0:
                         self._limit_wait()
             self._members.notify()
 
     def _report_start(self) -> None:
-        """Report that the commands of all replicas have started, again when one of them has started again."""
-        if len(self._pids) < self._spec.replicas:
-            return
         hosts = [host for _, host in sorted(self._members.attempt.items())]
         names = [host.hostname for host in hosts]
         self._reporter.phase("hosts", f"hosts {len(hosts)}/{len(hosts)}", count=len(hosts), hosts=names)
-        shown = [
-            {"replica": host.replica, "name": host.hostname, "first_rank": host.replica, "pids": pids}
-            for host in hosts
-            if (pids := self._pids.get(host.replica))
-        ]
-        self._reporter.phase("ranks", f"commands {len(hosts)}/{len(hosts)}", attempt=0, log_attempt=0, hosts=shown)
+        self._attempt.report_start(self._reporter, "commands", self._world(self._launched), hosts, self._launched)
+
+    def _world(self, replicas: Collection[int]) -> World:
+        return World(0, 0, 0, tuple(sorted(replicas)), (1,) * len(replicas), "", 0, False, self._spec.app)
 
     # -- their ends ----------------------------------------------------------------------------------------------------
 
@@ -169,8 +156,8 @@ class CommandController:
                 return await self._end(failure)
         if not self._are_done():
             return None
-        self._record_exits(None)
-        count = len(self._exits)
+        self._attempt.record_end(self._reporter)
+        count = len(self._attempt.exits)
         return JobResult(0, f"all {count} commands ended with code 0" if count > 1 else "the command ended with code 0")
 
     async def _spare(self, replica: int, result: JobResult) -> bool:
@@ -199,48 +186,35 @@ class CommandController:
         host = self._members.attempt.get(replica)
         return (host.restarts if host is not None else 0) < self._spec.replacements
 
-    async def _end(self, failure: RankExit) -> JobResult:
+    async def _end(self, cause: RankExit) -> JobResult:
         """End the role after a failure, or replica 0 alone, and return the result."""
-        replica, replicas = failure.replica, self._spec.replicas
-        self.ends_role = replica != 0 or not self._is_replaced(0)
+        self.ends_role = cause.replica != 0 or not self._is_replaced(0)
         if self.ends_role:
             # A wrong option ends all commands within moments.
             await asyncio.wait(self._watched.values(), timeout=EARLY_FAILURES_WITHIN)
             await self._stop(signal.SIGTERM)
-        cause = root_cause(self._exits.values()) if self.ends_role else failure
-        cause = cause or failure
-        exits = list(self._exits.values()) if self.ends_role else [failure]
-        reason = describe_failure(exits, cause, replicas)
-        self._reporter.record("failure", reason, rank=cause.rank, failed_at=cause.failed_at)
-        for line in describe_others(exits, cause):
+            cause = self._attempt.cause or cause
+        failure = self._attempt.failure(cause, self._spec.replicas)
+        self._reporter.record("failure", failure.reason, rank=cause.rank, failed_at=cause.failed_at)
+        for line in describe_others(self._attempt.exits.values(), cause):
             self._reporter.line(f"also: {line}")
-        self._record_exits(cause)
-        return JobResult(shell_code(cause.code), reason, cause)
+        self._attempt.record_end(self._reporter)
+        return failure
 
     async def _handle(self, event: HostEvent) -> JobResult | None:
         """Settle an event; return the result if it ends the role or replica 0, None if the commands go on."""
-        self._events.take(lambda pending: pending is event)
         leaves = isinstance(event, (HostLost, HostPreempted))
         if leaves and await self._spare(event.replica, event.result):
+            self._events.take(lambda pending: pending is event)
             return None
-        wanted = isinstance(event, StopRequested) and event.result.stopped
-        self._reporter.report("stop" if wanted else event.KIND, event.result.reason, replica=event.replica)
+        self._hosts.settle(event)
         self.ends_role = not (leaves and event.replica == 0 and self._is_replaced(0))
         if self.ends_role:
             await self._stop(event.signal)
-        self._record_exits(None)
+        self._attempt.record_end(self._reporter)
         return event.result
 
     async def _stop(self, number: int) -> None:
         """Stop the commands of all hosts, and put off hosts that are started again until replica 0 is."""
-
-        def add(exits: Exits) -> None:
-            self._exits.update({ended.replica: ended for ended in exits})
-
         self._rendezvous.put_off_restarted_hosts()
-        await self._hosts.stop(number, self._spec.grace, add)
-
-    def _record_exits(self, cause: RankExit | None) -> None:
-        self._reporter.record(
-            "attempt_end", "the commands have ended", attempt=0, exits=exit_records(self._exits, cause)
-        )
+        await self._hosts.stop(number, self._spec.grace, self._attempt.add)

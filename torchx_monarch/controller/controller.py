@@ -8,14 +8,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchx_monarch.controller.attempts import Attempts
-from torchx_monarch.controller.elastic import HostGatherer, TooFewHosts
+from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.host_events import (
     HostEvent,
     HostExcluded,
     HostJoined,
     HostLost,
     HostPreempted,
-    Interrupted,
     RunEndRequested,
     StopRequested,
     concerns_hosts,
@@ -65,45 +64,48 @@ class Controller:
         """Run the job to its end and return its result. Failures of hosts and ranks do not raise."""
         wait, result = self._sizes.last_call, None
         while result is None:
-            try:
-                hosts = await self._gather(wait)
-                result = await self._execute_runs(hosts)
-            except Interrupted as interruption:
-                event = interruption.event
-                result = await self._handle(event)
-                wait = self._count_change(event) if result is None else 0.0
+            ended: list[Registration] | JobResult | HostEvent = await self._gather(wait)
+            if isinstance(ended, list):
+                ended = await self._execute_runs(ended)
+            if isinstance(ended, JobResult):
+                result = ended
+            elif (result := await self._handle(ended)) is None:
+                wait = self._prepare_next(ended)
         if self._queue is not None:
             await self._queue.close(result)
         return result
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
-    async def _execute_runs(self, hosts: list[Registration]) -> JobResult:
-        """Execute runs until the job ends, or continue the present one on other hosts.
-
-        Raises:
-            Interrupted: an event is pending; what runs on the hosts still runs.
-        """
+    async def _execute_runs(self, hosts: list[Registration]) -> JobResult | HostEvent:
+        """Execute runs, or continue the present one on other hosts, until the job ends, or an event ends an attempt."""
         self._may_have_ranks = True
         if self._queue is None:
             # Hosts that outlived an earlier replica 0 have run attempts already.
             self._attempts.continue_after(max(host.attempt for host in hosts))
             return await self._execute(hosts)
         while True:
-            run: Run | JobResult | None = self._queue.current
+            run: Run | JobResult | HostEvent | None = self._queue.current
             if run is None:
                 self._attempts = self._new_attempts()
-                run = await self._events.interrupt(self._queue.next_run(), concerns_hosts)
-            if isinstance(run, JobResult):
+                run = await self._events.until_event(self._queue.next_run(), concerns_hosts)
+            if isinstance(run, (JobResult, HostEvent)):
                 return run
-            result = await self._execute(hosts, run)
-            await self._queue.finish(run, self._attempts.current, result)
+            ended = await self._execute(hosts, run)
+            if isinstance(ended, RunEndRequested):
+                await self._attempts.stop(ended.signal)
+                ended = ended.result
+            if isinstance(ended, HostEvent):
+                return ended
+            await self._queue.finish(run, self._attempts.current, ended)
             # A request to end this run that is still pending concerns no run any more.
             self._events.take(lambda event: isinstance(event, RunEndRequested))
 
-    async def _execute(self, hosts: list[Registration], run: Run | None = None) -> JobResult:
+    async def _execute(self, hosts: list[Registration], run: Run | None = None) -> JobResult | HostEvent:
         try:
-            begun = dict([answer async for answer in self._hosts.ask(run.begin if run else BeginRun())])
+            begun = await self._hosts.until_event(self._hosts.ask(run.begin if run else BeginRun()))
+            if isinstance(begun, HostEvent):
+                return begun
             if self._queue is not None and run is not None:
                 self._queue.begun(run, hosts, sum(answer.nproc for answer in begun.values()))
             return await self._attempts.run(hosts, begun)
@@ -111,57 +113,42 @@ class Controller:
             if self._queue is None:
                 # The refusal, or what a host itself reports meanwhile, ends the job.
                 failure = StopRequested(0, JobResult(1, (refusal.reason.splitlines() or ["refused"])[0]))
-                report = await self._events.report_within(self._hosts.options.report_timeout, failure)
-                raise Interrupted(report) from None
+                return await self._events.report_within(self._hosts.options.report_timeout, failure)
             await self._attempts.stop(signal.SIGKILL)
             return JobResult(refusal.code, str(refusal))
-        except Interrupted as interruption:
-            if not isinstance(interruption.event, RunEndRequested):
-                raise
-            await self._attempts.stop(interruption.event.signal)
-            return interruption.event.result
-
-    async def _stop_ranks(self, event: HostEvent) -> bool:
-        """Stop the ranks because of an event; return whether there may have been any."""
-        if is_due := self._may_have_ranks and not isinstance(event, HostExcluded):
-            await self._attempts.stop(event.signal)
-        self._may_have_ranks = False
-        return is_due
 
     # -- hosts ---------------------------------------------------------------------------------------------------------
 
-    async def _gather(self, wait: float) -> list[Registration]:
-        try:
-            hosts = await self._events.interrupt(self._gatherer.gather(wait), concerns_hosts)
-        except TooFewHosts as error:
-            raise Interrupted(StopRequested(0, JobResult(1, str(error)))) from None
+    async def _gather(self, wait: float) -> list[Registration] | HostEvent:
+        """Gather the hosts of the next attempt, and wait some seconds for more than it needs."""
+        hosts = await self._events.until_event(self._gatherer.gather(wait), concerns_hosts)
 
         def is_answered(event: HostEvent) -> bool:
             """Whether a mesh of these hosts is the answer to an event: its host is gone, or has joined."""
             gone = isinstance(event, HostLost) or (event.result.stopped and event.replica not in self._members.attempt)
             return event.replica != 0 and (gone or isinstance(event, HostJoined))
 
-        self._events.take(is_answered)
+        if isinstance(hosts, list):
+            self._events.take(is_answered)
         return hosts
 
     async def _handle(self, event: HostEvent) -> JobResult | None:
         """Make the transition that an event causes; return the result of the job, or None if the job goes on."""
-        self._events.take(lambda pending: pending is event)
-        wanted = isinstance(event, StopRequested) and event.result.stopped
-        more = {"host": event.host} if isinstance(event, HostExcluded) else {}
-        self._reporter.report("stop" if wanted else event.KIND, event.result.reason, replica=event.replica, **more)
+        self._hosts.settle(event)
         left = await self._dismiss_host(event)
         changes_hosts = left or isinstance(event, (HostJoined, HostExcluded))
         # The controller runs on replica 0, so an event of replica 0 ends the job.
         goes_on = changes_hosts and event.replica != 0 and (self._sizes.can_lose or self._replacements_left > 0)
         if not goes_on:
             self._rendezvous.put_off_restarted_hosts()
-        if await self._stop_ranks(event):
+        if self._may_have_ranks and not isinstance(event, HostExcluded):
+            await self._attempts.stop(event.signal)
             # One new mesh is the answer to all of these.
             answered = (HostLost, HostJoined)
-            for lost in self._events.take(lambda pending: isinstance(pending, answered) and pending.replica != 0):
-                if isinstance(lost, HostLost):
-                    self._reporter.report(lost.KIND, lost.result.reason, replica=lost.replica)
+            for other in self._events.take(lambda pending: isinstance(pending, answered) and pending.replica != 0):
+                if isinstance(other, HostLost):
+                    self._hosts.settle(other)
+        self._may_have_ranks = False
         if not goes_on:
             return event.result
         if shortage := self._gatherer.why_too_few(are_replaced=self._replacements_left > 0):
@@ -182,15 +169,15 @@ class Controller:
         await self._rendezvous.dismiss(event.replica, event.result)
         return True
 
-    def _count_change(self, event: HostEvent) -> float:
-        """Count an attempt and a replacement for a change of the hosts; return the seconds to wait for all hosts."""
-        joined, too_few = isinstance(event, HostJoined), self._members.able_count < self._sizes.fewest
-        self._attempts.hosts_changed(joined)
-        if joined:
+    def _prepare_next(self, event: HostEvent) -> float:
+        """Prepare the attempt after a change of the hosts; return the seconds to wait for more than it needs."""
+        self._attempts.advance(is_restart=not isinstance(event, HostJoined))
+        if isinstance(event, HostJoined):
             return 0.0
-        replaced = self._replacements_left > 0
-        if replaced and (too_few or not self._sizes.can_lose):
+        too_few = self._members.able_count < self._sizes.fewest
+        is_replaced = self._replacements_left > 0
+        if is_replaced and (too_few or not self._sizes.can_lose):
             self._replacements_left -= 1
             text = f"replica {event.replica} is to be replaced, {self._replacements_left} replacements left"
             self._reporter.report("replacement", text, replica=event.replica)
-        return self._sizes.last_call if replaced or too_few else 0.0
+        return self._sizes.last_call if is_replaced or too_few else 0.0

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from torchx_monarch.controller.host_events import HostExcluded
+from torchx_monarch.controller.host_events import HostExcluded, StopRequested
 from torchx_monarch.controller.members import Members
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
@@ -35,10 +35,6 @@ _ORDER_TIMEOUT = 2.0
 
 _FAILURES_WITHIN = 3600.0
 """Seconds within which the failures of a host count."""
-
-
-class TooFewHosts(Exception):
-    """Fewer hosts than the minimum arrived in time; the message says which are missing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,15 +82,15 @@ class HostGatherer:
         self._spares_text = ""
         members.on_idle_change = self._report_spares
 
-    async def gather(self, wait: float) -> list[Registration]:
+    async def gather(self, wait: float) -> list[Registration] | StopRequested:
         """Wait for the hosts of the next attempt, and ``wait`` seconds for further ones; return them by node rank.
 
-        Raises:
-            TooFewHosts: fewer hosts than the minimum arrived in time.
+        If fewer than the minimum arrive in time, return the end of the job.
         """
         members, sizes = self._members, self._sizes
         while True:
-            await self._fewest()
+            if failure := await self._fewest():
+                return StopRequested(0, JobResult(1, failure))
             if sizes.spares and not members.attempt and not self._needs_no_spare():
                 await members.until(self._needs_no_spare, _ORDER_TIMEOUT)
             if wait and not self._is_last_call_over():
@@ -144,8 +140,8 @@ class HostGatherer:
             why = "the controller runs there" if replica == 0 else "no other host can take its place now"
             message = f"{message}; it stays, because {why}"
         elif members.in_attempt(replica):
-            return HostExcluded(replica, JobResult(1, message, replica=replica), host=name)
-        self._reporter.report(HostExcluded.KIND, message, replica=replica, host=name)
+            return HostExcluded(replica, JobResult(1, message, replica=replica))
+        self._reporter.report(HostExcluded.KIND, message, replica=replica)
         return None
 
     def _report_spares(self) -> None:
@@ -189,7 +185,8 @@ class HostGatherer:
     def _is_excluded(self, host: Registration) -> bool:
         return bool(self._failures.excluded) and self._members.machine(host) in self._failures.excluded
 
-    async def _fewest(self) -> None:
+    async def _fewest(self) -> str:
+        """Wait for as many hosts as an attempt needs; return why they are not there in time, empty if they are."""
         members, sizes = self._members, self._sizes
 
         def what() -> str:
@@ -198,13 +195,12 @@ class HostGatherer:
 
         arrived = members.until(lambda: members.able_count >= sizes.fewest, sizes.join_timeout)
         if await self._reporter.while_waiting(arrived, what):
-            return
+            return ""
         within = f"within {sizes.join_timeout:g} s (--host-timeout, or join_timeout of --rdzv-conf)"
         missing = f"replica {listed(members.missing)}"
         if not sizes.elastic:
-            raise TooFewHosts(f"{missing} did not arrive {within}")
-        count = f"{members.able_count} of at least {sizes.fewest} hosts"
-        raise TooFewHosts(f"{count} arrived {within}: {missing} did not")
+            return f"{missing} did not arrive {within}"
+        return f"{members.able_count} of at least {sizes.fewest} hosts arrived {within}: {missing} did not"
 
     def _report_change(self, before: Sequence[Registration], now: Sequence[Registration]) -> None:
         old_replicas, new_replicas = ({host.replica for host in hosts} for hosts in (before, now))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import signal
 from collections.abc import Awaitable, Callable
 from typing import ClassVar, TypeVar
@@ -23,11 +24,15 @@ class HostEvent:
     """
 
     KIND: ClassVar[str] = "failure"
-    """The kind of the event in the events file."""
 
     replica: int
     result: JobResult
     signal: int = signal.SIGTERM
+
+    @property
+    def kind(self) -> str:
+        """The kind of the event in the events file."""
+        return self.KIND
 
 
 class HostLost(HostEvent):
@@ -46,18 +51,18 @@ class HostPreempted(HostEvent):
     KIND = "preempted"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class HostExcluded(HostEvent):
     """A host has failed too often, and another one is to take its place; its ranks have ended."""
 
     KIND = "excluded"
 
-    host: str = ""
-    """The name under which its failures were counted."""
-
 
 class StopRequested(HostEvent):
     """The job must end: a client or a signal asks for it, another role has failed, or a host cannot start."""
+
+    @property
+    def kind(self) -> str:
+        return "stop" if self.result.stopped else self.KIND
 
 
 class RunEndRequested(HostEvent):
@@ -69,37 +74,42 @@ def concerns_hosts(event: HostEvent) -> bool:
     return not isinstance(event, RunEndRequested)
 
 
-class Interrupted(Exception):
-    """An event arrived while the controller was waiting for something else."""
-
-    def __init__(self, event: HostEvent) -> None:
-        super().__init__(event.result.reason)
-        self.event = event
-
-
 class Changes:
     """Wake those that wait for a condition."""
 
     def __init__(self) -> None:
-        self._changed = asyncio.Event()
+        self._waiting: set[asyncio.Future[None]] = set()
 
     def notify(self) -> None:
         """Have the conditions evaluated again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        while self._waiting:
+            _wake(self._waiting.pop())
 
     async def until(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until a condition, which is evaluated at each change, holds; return whether it does in time."""
+        """Wait until a condition, which is evaluated at each change, holds; return whether it does in time.
 
-        async def wait() -> bool:
-            while not condition():
-                await self._changed.wait()
-            return True
+        A cancellation always ends this, and that of ``asyncio.wait_for`` only since Python 3.12.
+        """
+        loop = asyncio.get_running_loop()
+        end = math.inf if timeout is None else loop.time() + timeout
+        while not condition():
+            if loop.time() >= end:
+                return False
+            changed = loop.create_future()
+            self._waiting.add(changed)
+            timer = loop.call_at(end, _wake, changed) if timeout is not None else None
+            try:
+                await changed
+            finally:
+                self._waiting.discard(changed)
+                if timer is not None:
+                    timer.cancel()
+        return True
 
-        try:
-            return await asyncio.wait_for(wait(), timeout)
-        except asyncio.TimeoutError:
-            return condition()
+
+def _wake(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
 
 
 class HostEvents:
@@ -119,32 +129,35 @@ class HostEvents:
         self.pending = [event for event in self.pending if not wanted(event)]
         return taken
 
-    async def next(self, wanted: Callable[[HostEvent], bool] = lambda event: True) -> HostEvent:
-        """Wait until an event to which a condition applies is pending; return the oldest one, which stays pending."""
-        await self._changes.until(lambda: any(map(wanted, self.pending)))
-        return next(filter(wanted, self.pending))
-
     async def report_within(self, seconds: float, failure: HostEvent) -> HostEvent:
         """Wait ``seconds`` for a host's own report of a failure; return ``failure`` if none arrives.
 
         The host's report names the cause better than its broken connection, but may arrive some seconds later.
         """
-        try:
-            return await asyncio.wait_for(self.next(concerns_hosts), seconds)
-        except asyncio.TimeoutError:
-            return failure
+        await self._changes.until(lambda: any(map(concerns_hosts, self.pending)), seconds)
+        return next(filter(concerns_hosts, self.pending), failure)
 
-    async def interrupt(self, awaitable: Awaitable[T], wanted: Callable[[HostEvent], bool] = lambda event: True) -> T:
-        """Await something; raise ``Interrupted`` if an event is pending, or arrives, before it is done."""
-        work, event = asyncio.ensure_future(awaitable), asyncio.ensure_future(self.next(wanted))
+    async def until_event(
+        self, work: Awaitable[T], wanted: Callable[[HostEvent], bool] = lambda event: True
+    ) -> T | HostEvent:
+        """Do some work until an event is pending to which a condition applies.
+
+        Return the outcome of the work, or the oldest event, which stays pending; the work has been cancelled then, and
+        has ended. It does not begin if an event is pending already.
+        """
+        working = asyncio.ensure_future(work)
+        working.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask for it
+        arriving = asyncio.ensure_future(self._changes.until(lambda: any(map(wanted, self.pending))))
         try:
-            await asyncio.wait([work, event], return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
-            raise Interrupted(event.result())
+            if not any(map(wanted, self.pending)):
+                await asyncio.wait([working, arriving], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
         finally:
-            work.cancel()
-            event.cancel()
+            arriving.cancel()
+            working.cancel()
+        await asyncio.wait([working])
+        return next(filter(wanted, self.pending))
 
 
 def signalled(host: Registration, number: int, announced: bool | None) -> HostPreempted | StopRequested:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, Generic, TypeAlias, TypeVar, get_args
 
 from torchx_monarch.insight.hangs import RankCollectives
@@ -259,28 +259,27 @@ def decode_report(message: Mapping[str, Any]) -> SignalReceived | None:
 
 
 class HostCall(Generic[AnswerT]):
-    """A request to some hosts; ``waiting`` are the replicas of those that have not answered."""
+    """A request to some hosts: an iterator of their answers, or errors, with their replicas, as they arrive.
 
-    def __init__(
-        self, number: int, request: Request[AnswerT], replicas: Iterable[int], timeout: float | None = None
-    ) -> None:
+    Attributes:
+        waiting: the replicas whose hosts have not answered.
+        late: those that have not answered in time.
+    """
+
+    def __init__(self, number: int, request: Request[AnswerT], replicas: Iterable[int]) -> None:
         self.number = number
-        self._until = None if timeout is None else asyncio.get_running_loop().time() + timeout
         self.waiting = set(replicas)
+        self.late: Collection[int] = ()
         self.answers: asyncio.Queue[tuple[int, AnswerT | HostError]] = asyncio.Queue()
         self._answer_type = request.answer_type()
 
-    async def next(self) -> tuple[int, AnswerT | HostError]:
-        """Return the next answer or error, with the host's replica; ``asyncio.TimeoutError`` if it comes too late."""
-        left = None if self._until is None else self._until - asyncio.get_running_loop().time()
-        return await asyncio.wait_for(self.answers.get(), left)
+    def __aiter__(self) -> HostCall[AnswerT]:
+        return self
 
-    async def answer(self) -> AnswerT:
-        """Return the next answer; raise the ``HostError`` that has come instead."""
-        _, answer = await self.next()
-        if isinstance(answer, HostError):
-            raise answer
-        return answer
+    async def __anext__(self) -> tuple[int, AnswerT | HostError]:
+        if not self.waiting and self.answers.empty():
+            raise StopAsyncIteration
+        return await self.answers.get()
 
     def put(self, replica: int, answer: AnswerT | HostError) -> None:
         """Add the answer of a host, unless it has answered before."""
@@ -288,7 +287,14 @@ class HostCall(Generic[AnswerT]):
             self.waiting.discard(replica)
             self.answers.put_nowait((replica, answer))
 
+    def expire(self, seconds: float) -> None:
+        """Wait no longer for the hosts that have not answered within some seconds."""
+        self.late = sorted(self.waiting)
+        for replica in self.late:
+            self.put(replica, HostError(f"no answer within {seconds:g} s"))
+
     def receive(self, replica: int, message: messages.Message) -> None:
+        """Add the answer, refusal or error in a message of a host."""
         answer: AnswerT | HostError
         try:
             if "error" in message:

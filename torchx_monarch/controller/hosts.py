@@ -7,11 +7,11 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from torchx_monarch.controller.elastic import NodeRange, listed
-from torchx_monarch.controller.host_events import HostEvents, HostLost, Interrupted, StopRequested
+from torchx_monarch.controller.host_events import HostEvent, HostEvents, HostLost, StopRequested, T
 from torchx_monarch.controller.host_messages import (
     AnswerT,
     Exits,
@@ -67,63 +67,71 @@ class JobHosts:
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
         members.on_answer, members.on_lost = self._receive, self._drop
 
+    async def until_event(self, work: Awaitable[T]) -> T | HostEvent:
+        """Do some work with the hosts until an event is pending; return its outcome, or the event (see ``HostEvents``).
+
+        The error of a host that has not answered is an event, too: that of its loss, or a request to end the job.
+
+        Raises:
+            HostRefused: a host refused a request.
+        """
+        try:
+            return await self.events.until_event(work)
+        except HostRefused:
+            raise
+        except HostError as error:
+            failure = StopRequested(0, JobResult(1, str(error)))
+            return await self.events.report_within(self.options.spec.lease, failure)
+
+    def settle(self, event: HostEvent) -> None:
+        """Report an event, which is pending no longer. Only the controller calls this."""
+        self.events.take(lambda pending: pending is event)
+        self.reporter.report(event.kind, event.result.reason, replica=event.replica)
+
     async def ask_own(self, request: Request[AnswerT], timeout: float) -> AnswerT:
         """Send a request to replica 0's own host alone, and return the answer (see ``ask``)."""
-        return [answer async for _, answer in self.ask(request, timeout, [0])][0]
+        return (await self.ask(request, timeout, [0]))[0]
 
     async def ask_host(self, request: Request[AnswerT], host: Registration) -> AnswerT:
-        """Send a request to one host and return the answer, whatever events are pending; raise its ``HostError``."""
-        with self.call(request, replicas=[host.replica]) as call:
-            return await call.answer()
+        """Send a request to one host, and return the answer (see ``ask``)."""
+        return (await self.ask(request, replicas=[host.replica]))[host.replica]
 
     async def ask(
         self, request: Request[AnswerT], timeout: float | None = None, replicas: Sequence[int] = ()
-    ) -> AsyncGenerator[tuple[int, AnswerT], None]:
-        """Send a request to every host, or to those of some replicas; yield the answers as they arrive.
+    ) -> dict[int, AnswerT]:
+        """Send a request to every host, or to those of some replicas; return the answers by replica.
 
         ``timeout`` is for all answers; None for no limit: the leases of the hosts limit the wait for lost ones.
 
         Raises:
-            Interrupted: an event is pending, a host is lost, or not all hosts answer in time.
-            HostRefused: a host refused the request.
+            HostError: the first error that has come instead of an answer.
         """
+        answers: dict[int, AnswerT] = {}
         with self.call(request, timeout, replicas) as call:
-            for _ in range(len(call.waiting)):
-                try:
-                    replica, answer = await self.events.interrupt(call.next())
-                except asyncio.TimeoutError:
-                    reason = f"host {listed(call.waiting)}: no answer to {type(request).__name__} in {timeout:g} s"
-                    raise Interrupted(StopRequested(0, JobResult(1, reason))) from None
-                if isinstance(answer, HostRefused):
+            async for replica, answer in call:
+                if replica in call.late:
+                    raise HostError(f"host {listed(call.late)}: {answer} to {type(request).__name__}")
+                if isinstance(answer, HostError):
                     raise answer
-                if isinstance(answer, HostError):  # the event of the host's loss names the cause better
-                    failure = StopRequested(0, JobResult(1, str(answer)))
-                    raise Interrupted(await self.events.report_within(self.options.spec.lease, failure))
-                yield replica, answer
+                answers[replica] = answer
+        return answers
 
     async def broadcast(self, request: Request[AnswerT]) -> list[AnswerT]:
-        """Send a request to every host and return the answers, whatever events are pending.
-
-        Raises:
-            HostError: the hosts are not together, or one refused the request or is lost.
-        """
+        """Send a request to every host, and return the answers (see ``ask``); ``HostError`` if one has left."""
         if not self.members.are_together:
             raise HostError("the hosts are not together")
-        with self.call(request) as call:
-            return [await call.answer() for _ in range(len(self.members.attempt))]
+        return list((await self.ask(request)).values())
 
     async def collect(self, request: Request[AnswerT], timeout: float) -> tuple[dict[int, AnswerT], dict[int, str]]:
         """Send a request to every host; return the answers, and why a host has not answered, by replica."""
         answers: dict[int, AnswerT] = {}
         missing: dict[int, str] = {}
-        with self.call(request, timeout) as call, contextlib.suppress(asyncio.TimeoutError):
-            for _ in range(len(self.members.attempt)):
-                replica, answer = await call.next()
+        with self.call(request, timeout) as call:
+            async for replica, answer in call:
                 if isinstance(answer, HostError):
                     missing[replica] = answer.reason if isinstance(answer, HostRefused) else str(answer)
                 else:
                     answers[replica] = answer
-        missing.update(dict.fromkeys(sorted(call.waiting), f"no answer within {timeout:g} s"))
         return answers, missing
 
     async def stop(self, number: int, grace: float, add_exits: Callable[[Exits], None]) -> None:
@@ -132,32 +140,28 @@ class JobHosts:
         A host that has lost replica 0 stops its ranks by itself. The ranks of a host that is gone are gone too. One
         whose ranks have not all ended is lost: no attempt may begin beside them.
         """
-        if not self.members.attempt:
+        present = list(filter(self.members.in_attempt, self.members.attempt))
+        if not present:
             return
-        asked, within = set(filter(self.members.in_attempt, self.members.attempt)), grace + _STOP_MARGIN
-        left: dict[int, str] = {}
-        with self.call(StopRanks(number, grace), within) as call:
-            try:
-                while asked:
-                    replica, answer = await call.next()
-                    asked.discard(replica)
-                    if isinstance(answer, HostRefused):
-                        left[replica] = answer.reason
-                    elif not isinstance(answer, HostError):
-                        add_exits(answer)
-            except asyncio.TimeoutError:
-                left.update(dict.fromkeys(asked, f"no answer within {within:g} s"))
-        for replica, reason in left.items():
-            self._lose(replica, f"did not stop its ranks: {reason}")
+        with self.call(StopRanks(number, grace), grace + _STOP_MARGIN, present) as call:
+            async for replica, answer in call:
+                if isinstance(answer, HostRefused):
+                    self._lose(replica, answer.reason)
+                elif replica in call.late:
+                    self._lose(replica, str(answer))
+                elif not isinstance(answer, HostError):
+                    add_exits(answer)
 
-    def _lose(self, replica: int, how: str) -> None:
-        """Count a host of the attempt as lost, and end its connection."""
+    def _lose(self, replica: int, reason: str) -> None:
+        """Count a host of the attempt, which has not stopped its ranks, as lost, and end its connection."""
         if (member := self.members.in_attempt(replica)) is None:
             return
         if member.channel is not None:
             member.channel.close()
             self.members.set_state(member, MemberState.LOST)
-        self.events.post(HostLost(replica, JobResult(1, f"{member.host.name} {how}", replica=replica)))
+        self.events.post(
+            HostLost(replica, JobResult(1, f"{member.host.name} did not stop its ranks: {reason}", replica=replica))
+        )
 
     @contextlib.contextmanager
     def call(
@@ -167,8 +171,9 @@ class JobHosts:
 
         This does not wait: a host that reads slowly delays no other.
         """
-        call = HostCall(next(self._numbers), request, replicas or self.members.attempt, timeout)
+        call = HostCall(next(self._numbers), request, replicas or self.members.attempt)
         self._calls[call.number] = call
+        timer = asyncio.get_running_loop().call_later(timeout, call.expire, timeout) if timeout is not None else None
 
         async def ask_own() -> None:
             if 0 in call.waiting:
@@ -191,9 +196,11 @@ class JobHosts:
             yield call
         finally:
             task.cancel()
+            if timer is not None:
+                timer.cancel()
             del self._calls[call.number]
             cancel = messages.encode({"type": "cancel", "id": call.number})
-            for replica in call.waiting:
+            for replica in (*call.waiting, *call.late):
                 self.members.write(replica, cancel)
 
     def _receive(self, replica: int, message: messages.Message) -> None:

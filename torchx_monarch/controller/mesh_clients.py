@@ -94,7 +94,7 @@ class MeshClients:
         self, members: Sequence[_HostAddress], running: _Loops, leaf: dict[str, str] | None, peer: Peer
     ) -> None:
         self._hosts.reporter.line(f"a Monarch client has attached to {len(members)} hosts")
-        ended = asyncio.ensure_future(self._ended(running, len(members), peer))
+        ended = asyncio.ensure_future(self._ended(running, peer))
         try:
             hosts = [{"replica": host.replica, "address": address, "name": host.name} for host, address in members]
             answer = {"type": "attached", "hosts": hosts, "leaf": leaf, "monarch": metadata.version("torchmonarch")}
@@ -123,10 +123,9 @@ class MeshClients:
             raise RendezvousError(reason)
         return members
 
-    async def _ended(self, running: _Loops, count: int, peer: Peer) -> None:
+    async def _ended(self, running: _Loops, peer: Peer) -> None:
         shut_down = False
-        for _ in range(count):
-            replica, answer = await running.next()
+        async for replica, answer in running:
             if isinstance(answer, WorkerLoopEnded) and answer.reason:
                 self._hosts.reporter.line(f"the worker loop of host {replica} {answer.reason}")
                 shut_down |= answer.shut_down

@@ -33,11 +33,8 @@ class Preflight:
         if self._mode == "off":
             return ""
         began = time.monotonic()
-
-        async def ask() -> dict[int, HostFacts]:
-            return {replica: answer async for replica, answer in self._hosts.ask(TakeFacts())}
-
-        facts = await self._reporter.while_waiting(ask(), lambda: "the imports of all hosts, for the pre-flight")
+        asking = self._hosts.ask(TakeFacts())
+        facts = await self._reporter.while_waiting(asking, lambda: "the imports of all hosts, for the pre-flight")
         problems = [one_line(problem, _LINE) for problem in _compare_hosts(hosts, facts)]
         for problem in problems:
             self._reporter.line(f"pre-flight: {problem}")

@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torchx_monarch.controller.host_events import Changes, Interrupted, StopRequested
+from torchx_monarch.controller.host_events import Changes, StopRequested
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import LaterError, Peer, Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import PutOffError, handshake
@@ -76,8 +76,7 @@ class RoleServer:
         """Wait briefly until the other roles are ready to start, at most ``timeout`` s, or until a host event."""
         peers = self._options.peer_roles
         all_ready = self._changes.until(lambda: len(self._arrived) >= peers, min(timeout, _REGISTERED_WITHIN))
-        with contextlib.suppress(Interrupted):
-            await self._reporter.while_waiting(self._events.interrupt(all_ready), lambda: "the other roles")
+        await self._reporter.while_waiting(self._events.until_event(all_ready), lambda: "the other roles")
 
     async def end(self, result: JobResult, timeout: float) -> None:
         """Send the result to the other roles. After a failure wait up to ``timeout`` s for their ends."""
@@ -156,8 +155,8 @@ class RoleClient:
 
     async def begin(self, timeout: float) -> None:
         """Wait until the first role answers, or nothing listens there; at most ``timeout`` s, or until a host event."""
-        waiting = self._events.interrupt(asyncio.wait_for(self._may_begin.wait(), timeout))
-        with contextlib.suppress(asyncio.TimeoutError, Interrupted):
+        waiting = self._events.until_event(asyncio.wait_for(self._may_begin.wait(), timeout))
+        with contextlib.suppress(asyncio.TimeoutError):
             await self._reporter.while_waiting(waiting, lambda: f"the first role's replica 0 ({self._why})")
 
     async def end(self, result: JobResult, timeout: float) -> None:

@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchx_monarch.command.allocation_spec import AllocationSpec
-from torchx_monarch.controller.attempts import Attempt
-from torchx_monarch.controller.host_events import Interrupted, RunEndRequested, StopRequested, concerns_hosts
+from torchx_monarch.controller.attempt import Attempt
+from torchx_monarch.controller.host_events import RunEndRequested, StopRequested, concerns_hosts
 from torchx_monarch.controller.host_messages import (
     BeginRun,
     FinishRun,
@@ -258,9 +258,8 @@ class RunQueue:
             await asyncio.gather(*self._readers.values())
 
         try:
-            await self._events.interrupt(asyncio.wait_for(finish_hosts(), within), concerns_hosts)
-        except Interrupted:
-            pass  # the hosts are not together any more, or the allocation ends: the next wait handles the event
+            # An event says that hosts have left, or that the allocation ends: the next wait handles it.
+            await self._events.until_event(asyncio.wait_for(finish_hosts(), within), concerns_hosts)
         except (HostError, asyncio.TimeoutError) as error:
             # The loss of a host is reported by a host event.
             self._reporter.line(f"some output of run {run.number} may be missing: {error or 'it did not come in time'}")

@@ -249,7 +249,7 @@ class HostProcess:
             self._rendezvous.events.post(event)
         else:
             # No controller to decide: this host has not joined yet, or has lost replica 0.
-            host.reporter.report(event.KIND, event.result.reason, replica=event.replica)
+            host.reporter.report(event.kind, event.result.reason, replica=event.replica)
             self._spawn(self._report_and_exit(self._conclude(event.result)))
 
     def _forward_signal(self, number: int) -> None:

@@ -109,17 +109,19 @@ class Reporter:
 
     async def while_waiting(self, awaitable: Awaitable[T], what: Callable[[], str]) -> T:
         """Await something and write a line every few seconds meanwhile: ``waiting for host 3 of 4, 20 s``."""
-        started, patience = time.monotonic(), _WAITING_FIRST
-        task = asyncio.ensure_future(awaitable)
-        try:
+        started = time.monotonic()
+
+        async def say() -> None:
+            await asyncio.sleep(_WAITING_FIRST)
             while True:
-                done, _ = await asyncio.wait([task], timeout=patience)
-                if done:
-                    return task.result()
-                patience = _WAITING_EVERY
                 self.line(f"waiting for {what()}, {time.monotonic() - started:.0f} s")
+                await asyncio.sleep(_WAITING_EVERY)
+
+        saying = asyncio.ensure_future(say())
+        try:
+            return await awaitable
         finally:
-            task.cancel()
+            saying.cancel()
 
     def write_line(self, text: str) -> None:
         """Write a line to the log as it is."""

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Iterable
 
 
@@ -44,7 +46,11 @@ class World:
 
     def first_rank(self, replica: int) -> int:
         """Return the global rank of a replica's local rank 0: ranks are numbered replica by replica."""
-        return sum(self.local_world_sizes[: self.group_rank(replica)])
+        return self._first_ranks[replica]
+
+    @functools.cached_property
+    def _first_ranks(self) -> dict[int, int]:
+        return dict(zip(self.replicas, itertools.accumulate(self.local_world_sizes, initial=0), strict=False))
 
     def group_rank(self, replica: int) -> int:
         """Return the GROUP_RANK of a replica: its position among the participating replicas."""
