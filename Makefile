@@ -2,7 +2,7 @@
 #
 #   make demo    a real training on a Monarch mesh, live on the screen
 #   make test    lint, types and all tests but those that make test-nightly adds
-#   make test-nightly     the same with long tests, the real torchrun, the image, examples by chance, fresh ranks, and make soak
+#   make test-nightly     the same with long tests, the real torchrun, the image, examples by chance, fresh ranks, shared imports, and make soak
 #   make record-torchrun  record what torchrun does, which `make test` compares with, and show what is new
 #   make check   the quick part of it (under 3 minutes), for while you work
 #   make test-newest      the part that depends on torch, with the newest torch, TorchX and Monarch that pip finds
@@ -133,8 +133,9 @@ test: lint system
 test-nightly: lint system
 	python -m pytest -n 5 --torchrun live --image --nightly --hypothesis-profile nightly $(PYTESTFLAGS)
 	python -m pytest -n 5 --ranks fresh tests/conformance $(PYTESTFLAGS)
-	python -m pip install -q -c constraints.txt transformers lightning accelerate torchft-nightly
-	python -m pytest --nightly tests/conformance/test_fresh_values.py tests/local/test_pipeline.py $(PYTESTFLAGS)
+	python -m pip install -q -c constraints.txt torchft-nightly
+	python -m pytest --nightly tests/local/test_pipeline.py $(PYTESTFLAGS)
+	python -m tests.survey
 	$(MAKE) soak
 
 # After a change of the conformance tests, or of torch.
@@ -181,5 +182,5 @@ dist: $(STAMP)
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) python -m build --no-isolation
 
 clean:
-	rm -rf $(VENV) .venv-newest build dist site *.egg-info digits-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-newest .venv-survey build dist site *.egg-info digits-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
