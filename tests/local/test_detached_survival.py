@@ -240,12 +240,17 @@ def test_damaged_files(apps: Detached, caplog: pytest.LogCaptureFixture) -> None
     assert not Path(apps.paths("list-x").root).exists()
 
 
-@pytest.mark.parametrize("name", ["status", "app", "request", "supervisor"])
-def test_a_running_app_with_a_damaged_file_can_be_cancelled_and_deleted(apps: Detached, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("status", ()), ("app", ()), ("request", ()), ("supervisor", ()), ("status", ("monarch",)), ("app", ("monarch",))],
+)
+def test_a_running_app_with_a_damaged_file_can_be_cancelled_and_deleted(
+    apps: Detached, name: str, command: tuple[str, ...]
+) -> None:
     app_id = apps.run(sh("sleep 300"))
     Path(getattr(apps.paths(app_id), name)).write_text("{")
     for word in ("cancel", "delete"):
-        done = run_torchx(word, apps.handle(app_id))
+        done = run_torchx(*command, word, apps.handle(app_id))
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert not Path(apps.paths(app_id).root).exists()
 

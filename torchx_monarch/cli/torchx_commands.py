@@ -10,7 +10,6 @@ a handle of another scheduler, TorchX's own code runs, with nothing before or af
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
@@ -79,8 +78,7 @@ class _NamedJob(AppHandleSubCommand):  # type: ignore[misc]
 
     def run(self, args: argparse.Namespace) -> None:
         args.app_handle = _resolve(args.app_handle)
-        is_monarch = hasattr(args, "sub_command")  # `torchx monarch` shows errors itself, and has exit codes for them
-        with contextlib.nullcontext() if is_monarch else command.run(args, brief=self.brief):
+        with command.run(args, brief=self.brief):
             super().run(args)
 
 

@@ -52,6 +52,8 @@ def run(options: argparse.Namespace, log_stream: TextIO | None = None, *, brief:
     try:
         yield
     except TorchXMonarchError as error:
+        if hasattr(options, "sub_command"):  # `torchx monarch` shows errors itself, and has exit codes for them
+            raise
         print(error, file=sys.stderr)
         sys.exit(1)
     finally:
