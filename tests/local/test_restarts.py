@@ -46,13 +46,18 @@ def test_restarts_until_it_succeeds_and_keeps_every_attempts_logs(folder: Path, 
 def test_one_budget_for_the_whole_job(folder: Path, script: Callable[[str], str]) -> None:
     # A rank of the first host fails, then one of the second: torchrun, which counts per agent, would go on.
     path = script("""
-        if rank == 2 * (attempt % 2):
+        if attempt != 2 and rank == 2 * (attempt % 2):
             sys.exit(10 + attempt)
         time.sleep(1000)
     """)
-    hosts = Hosts(folder, torchrun(path, restarts=2, nnodes=2), replicas=2, options=NO_PRELOAD).start()
-    assert hosts.wait() == [12, 12]
+    options = (*NO_PRELOAD, "--replacements", "1")
+    hosts = Hosts(folder, torchrun(path, restarts=2, nnodes=2), replicas=2, options=options).start()
+    until(lambda: sum(event["kind"] == "ranks" for event in hosts.events()) == 3, "the third attempt")
     assert hosts.err().count("[monarch] restart ") == 2
+    hosts.lose(0)  # another replica 0 has no budget of its own
+    hosts.environ["MONARCH_RESTART"] = "1"
+    hosts.start(0)
+    assert hosts.wait() == [13, 13], hosts.err()
 
 
 @pytest.mark.parametrize(

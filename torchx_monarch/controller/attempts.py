@@ -67,15 +67,16 @@ class Attempts:
         self._reporter = hosts.reporter
         self._hang_watch = hang_watch
         self._preflight = Preflight(hosts)
-        self._restarts_left = 0
+        self._restarts_used = 0
         self._backoff = Backoff()
         self._never_joined = frozenset[int]()
         self._same_step = SameStep()
 
-    def continue_after(self, number: int) -> None:
-        """Continue the attempts of an earlier replica 0, the last of which had this number; -1 for none."""
-        if number >= self.current.number:
-            self.current = Attempt(number + 1, number + 1)
+    def continue_after(self, host: Registration) -> None:
+        """Continue the attempts of an earlier replica 0, if this host has taken part in one."""
+        if host.attempt >= self.current.number:
+            self.current = Attempt(host.attempt + 1, host.attempt + 1)
+            self._restarts_used = host.restarts_used
 
     def advance(self, *, is_restart: bool) -> None:
         """Go on to the next attempt after a change of the hosts, which is a restart unless a host has joined.
@@ -93,8 +94,6 @@ class Attempts:
         Raises:
             HostRefused: a host refused a request.
         """
-        if self._begun is None:
-            self._restarts_left = begun[0].max_restarts
         self._begun, self._never_joined = begun[0], frozenset()
         until_event, clock = self._hosts.until_event, asyncio.get_running_loop().time
         if difference := await until_event(self._preflight.check(hosts)):
@@ -158,6 +157,7 @@ class Attempts:
             master_port=store.port,
             agent_store=store.served,
             run_id=begun[0].run_id,
+            restarts_used=self._restarts_used,
         )
 
     # -- watch ---------------------------------------------------------------------------------------------------------
@@ -239,7 +239,8 @@ class Attempts:
         if self._options.sizes.can_lose:
             leaves = (HostLost, HostPreempted)
             return next((event for event in pending if event.replica != 0 and isinstance(event, leaves)), None)
-        if failed.is_collateral or self._restarts_left:
+        assert self._begun is not None
+        if failed.is_collateral or self._restarts_used < self._begun.max_restarts:
             # Stop requests first: they end the job.
             return min(pending, key=lambda event: isinstance(event, HostLost), default=None)
         return None
@@ -278,14 +279,15 @@ class Attempts:
         if excluded := self._count_failure(cause, failure.reason):
             self._same_step, stuck = SameStep(), ""  # other machines may get further
         reason = why_no_restart(cause, self._never_joined, before, self._options.spec) or stuck
-        if self._restarts_left == 0 or reason:
-            if self._restarts_left:
-                self._reporter.line(f"no restart: {reason}")
+        if self._restarts_used >= budget:
             return failure
-        self._restarts_left -= 1
+        if reason:
+            self._reporter.line(f"no restart: {reason}")
+            return failure
+        self._restarts_used += 1
         self.current = self.current.next()
         self._reporter.restarted(
-            f"restart {budget - self._restarts_left} of {budget} after: {failure.reason}",
+            f"restart {self._restarts_used} of {budget} after: {failure.reason}",
             attempt=self.current.number,
             rank=cause.rank,
             code=cause.code,

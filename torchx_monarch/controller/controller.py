@@ -82,7 +82,7 @@ class Controller:
         self._may_have_ranks = True
         if self._queue is None:
             # Hosts that outlived an earlier replica 0 have run attempts already.
-            self._attempts.continue_after(max(host.attempt for host in hosts))
+            self._attempts.continue_after(max(hosts, key=lambda host: host.attempt))
             return await self._execute(hosts)
         while True:
             run: Run | JobResult | HostEvent | None = self._queue.current

@@ -72,7 +72,10 @@ class Follower:
         pool = self._workload.pool
         if pool is None:
             return registration
-        return dataclasses.replace(registration, attempt=pool.attempt, error=pool.remains)
+        registration = dataclasses.replace(registration, error=pool.remains)
+        if (world := pool.world) is None:
+            return registration
+        return dataclasses.replace(registration, attempt=world.attempt, restarts_used=world.restarts_used)
 
     async def _join(self, registration: Registration, timeout: float, whom: str) -> RendezvousClient:
         failure = ""

@@ -21,6 +21,7 @@ class Registration:
         error: why it cannot take part; empty if it can.
         code: exit code that belongs to ``error``.
         attempt: the last attempt in which it took part, under an earlier replica 0; -1 for none.
+        restarts_used: how many of torchrun's ``--max-restarts`` had been used by then.
         machine: name of the machine on which the host's container runs; empty if ``hostname`` is that.
         restarts: how often the backend has restarted it, as far as it knows.
     """
@@ -31,6 +32,7 @@ class Registration:
     error: str = ""
     code: int = 1
     attempt: int = -1
+    restarts_used: int = 0
     machine: str = ""
     restarts: int = 0
 

@@ -27,6 +27,7 @@ class World:
             host joined, which torchrun does not count either.
         replicas: ids of the participating replicas, in order; the position of a replica is its GROUP_RANK.
         local_world_sizes: number of ranks of each of these replicas.
+        restarts_used: how many of torchrun's ``--max-restarts`` the run has used.
         agent_store: whether a TCPStore already listens there (else rank 0's program serves it).
     """
 
@@ -39,6 +40,7 @@ class World:
     master_port: int
     agent_store: bool
     run_id: str
+    restarts_used: int = 0
 
     @property
     def size(self) -> int:

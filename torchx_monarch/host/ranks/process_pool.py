@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
 from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.model.job_result import EARLY_FAILURES_WITHIN, RankExit
+from torchx_monarch.model.world import World
 from torchx_monarch.system import error_files
 from torchx_monarch.system.children import end_orphans
 from torchx_monarch.system.untrusted_text import one_line
@@ -43,7 +44,7 @@ class ProcessPool:
     """Watch and stop the processes of a run on one host.
 
     Attributes:
-        attempt: number of the last attempt that was launched; -1 for none.
+        world: that of the last attempt that was launched; None for none.
         ranks: the processes of that attempt.
         remains: what of it lives on after ``stop``, and why; empty if nothing does.
 
@@ -52,7 +53,7 @@ class ProcessPool:
     """
 
     def __init__(self, replica: int, hostname: str, marker: str) -> None:
-        self.attempt = -1
+        self.world: World | None = None
         self.ranks: list[Rank] = []
         self.remains = ""
         self._replica = replica

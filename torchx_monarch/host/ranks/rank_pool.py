@@ -124,7 +124,7 @@ class RankPool(ProcessPool):
             raise LaunchError(f"cannot {what}: {error.strerror}{processes.limit_hint(error)}") from None
         except ValueError as error:
             raise LaunchError(str(error)) from None
-        self.ranks, self.attempt = ranks, world.attempt
+        self.ranks, self.world = ranks, world
         self._memory = OutOfMemory()
         return [rank.pid for rank in ranks]
 
