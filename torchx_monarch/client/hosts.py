@@ -169,17 +169,25 @@ class Hosts:
 
     def roles(self) -> list[str]:
         """Return the names of the roles of the app that have hosts; that of this object first."""
+        found = self._app_roles()
+        first = self._role or next(iter(found), "")
+        return [first, *(name for name in found if name != first)]
+
+    def decides_app(self) -> bool:
+        """Return whether the app ends with these hosts: those of its first role; False if that is not known."""
+        return not self._role or self._role == next(iter(self._app_roles()), "")
+
+    def _app_roles(self) -> list[str]:
+        """Return the names of the roles of the app that have hosts; none with an address."""
         from torchx.specs import parse_app_handle
 
         from torchx_monarch.schedulers.monarch import scheduler_of
 
-        found: list[str] = []
-        if not self._address:
-            scheduler_name, _, app_id = parse_app_handle(self.handle)
-            app = scheduler_of(self.runner, scheduler_name).apps.read(app_id)
-            found = [role.spec.name for role in app[0].roles if role.spec.workload] if app is not None else []
-        first = self._role or next(iter(found), "")
-        return [first, *(name for name in found if name != first)]
+        if self._address:
+            return []
+        scheduler_name, _, app_id = parse_app_handle(self.handle)
+        app = scheduler_of(self.runner, scheduler_name).apps.read(app_id)
+        return [role.spec.name for role in app[0].roles if role.spec.workload] if app is not None else []
 
     def release(self) -> None:
         """Cancel the app through its scheduler; does nothing if the app has ended."""

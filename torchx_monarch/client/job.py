@@ -178,12 +178,12 @@ class SPMDJob(AttachedJob):
     def release(self) -> None:
         """Have the hosts end by themselves, with their runs and actors: the app is then SUCCEEDED.
 
-        Waits for their end. Hosts that do not answer, a batch job, and an app of whose roles this is not the default
-        are ended as by ``kill``: the app ends with its first role alone.
+        Waits for their end. Hosts that do not answer, a batch job, and hosts of another role than the app's first are
+        ended as by ``kill``: the app ends with its first role alone.
         """
         super().kill()
         status = self._role_hosts.ask_status()
-        if self.role or status is None or status.message:
+        if status is None or status.message or not self._role_hosts.decides_app():
             self._role_hosts.release()
         else:
             with contextlib.suppress(AllocationError, UnreachableError):  # they have ended since
