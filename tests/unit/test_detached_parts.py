@@ -166,12 +166,13 @@ def test_names_of_paths(two: list[str]) -> None:
         ("python wrap.py -m torchx_monarch.host", False),
         ("python -c code -m torchx_monarch.host", False),
         ("python -m other torchx_monarch.host", False),
-        ("python -X", False),
+        ("python -m torchx_monarch.hosts", False),
+        ("python", False),
         ("", False),
     ],
 )
 def test_what_a_host_is(command: str, is_host: bool) -> None:
-    assert processes.is_host([word.encode() for word in command.split()]) is is_host
+    assert (processes._HOST.match("\0".join(command.split()).encode()) is not None) is is_host
 
 
 def test_this_process() -> None:

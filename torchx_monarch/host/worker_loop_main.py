@@ -52,7 +52,7 @@ def main(reports: int) -> NoReturn:
             reason = f"cannot start: {error}. Install torchmonarch on all hosts"
         except Exception as error:
             reason = f"cannot start: {error}"
-    processes.kill_until_gone(lambda: processes.descendants(os.getpid(), spec["marker"]))
+    processes.kill_until_gone(lambda: processes.descendants(os.getpid(), os.environ.get(processes.MARKER, "")))
     _report(reports, {"reason": reason, "shut_down": shut_down})
     os._exit(0)  # Monarch's threads take seconds to join
 

@@ -101,7 +101,6 @@ class WorkerLoops:
             "ports": host.options.ports,
             "tls": network.identity.files if network.identity else None,
             "lease": host.options.lease,
-            "marker": host.environ.get(processes.MARKER, ""),
         }
         left_out = {name for name in host.environ if is_for_hosts(name)} | set(JOB_VARIABLES) - {processes.MARKER}
         environ = {name: value for name, value in host.environ.items() if name not in left_out}

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import resource
 import select
 import signal
@@ -22,8 +23,8 @@ from typing import Any, NamedTuple
 
 #: The environment variable that marks every process of an app.
 MARKER = "MONARCH_JOB"
-#: The module of host processes, which end their own children when they get SIGTERM.
-HOST_MODULE = b"torchx_monarch.host"
+_HOST = re.compile(rb"(?:[^\0]*/)?python[^\0/]*\0(?:-[XW]\0[^\0]*\0|-[^cm\0][^\0]*\0)*-m\0torchx_monarch\.host(?:\0|$)")
+"""The command line of a host process: ``python [flags] -m torchx_monarch.host``, not one with such arguments."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -329,7 +330,7 @@ def adopted(marks: Iterable[bytes]) -> list[int]:
 def hosts(roots: Iterable[int]) -> dict[int, list[int]]:
     """Return, for each process, the topmost host processes at or below it.
 
-    Only these need a signal: a host ends its own descendants, and forks of a host have the same command line.
+    Only these need a signal: a host ends its own descendants when it gets SIGTERM. Its forks have its command line.
     """
     children_of = _families()
     found: dict[int, list[int]] = {}
@@ -338,26 +339,11 @@ def hosts(roots: Iterable[int]) -> dict[int, list[int]]:
         queue = [root]
         while queue:
             pid = queue.pop(0)
-            if is_host(_read(pid, "cmdline").split(b"\0")):
+            if _HOST.match(_read(pid, "cmdline")):
                 found[root].append(pid)
             else:
                 queue += children_of(pid)
     return found
-
-
-def is_host(command: Sequence[bytes]) -> bool:
-    """Return whether a command is ``python [flags] -m HOST_MODULE ...``, not one with such words as arguments."""
-    words = iter(command)
-    if not os.path.basename(next(words, b"")).startswith(b"python"):
-        return False
-    for word in words:
-        if word == b"-m":
-            return next(words, b"") == HOST_MODULE
-        if word in (b"-X", b"-W"):
-            next(words, b"")
-        elif word == b"-c" or not word.startswith(b"-"):
-            return False
-    return False
 
 
 def kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
