@@ -144,3 +144,30 @@ def test_the_machine_shuts_down(apps: Detached, tmp_path: Path) -> None:
     status = apps.wait(app_id)
     assert status.state is AppState.CANCELLED
     assert "SIGTERM" in status.msg
+
+
+STARTED = """
+import os, signal, sys
+sys.path.append({root!r})
+from torchx_monarch.backends.local import folder, supervisor
+write_owner = folder.write_owner
+def write_and_signal(paths):
+    write_owner(paths)
+    os.kill(os.getpid(), signal.SIGTERM)
+folder.write_owner = write_and_signal
+supervisor.main(*sys.argv[2:])
+"""
+"""Starts a supervisor that gets SIGTERM as soon as others can know its pid."""
+
+
+def test_the_machine_shuts_down_while_the_supervisor_starts(
+    apps: Detached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, program = subprocess.Popen, tmp_path / "start.py"
+    program.write_text(STARTED.format(root=str(Path(folder.__file__).parents[3])))
+    with monkeypatch.context() as within:
+        within.setattr(subprocess, "Popen", lambda words, **more: start([*words[:3], str(program), *words[4:]], **more))
+        app_id = apps.run(sh("sleep 1000"))
+    status = apps.wait(app_id)
+    assert status.state is AppState.CANCELLED
+    assert "SIGTERM" in status.msg

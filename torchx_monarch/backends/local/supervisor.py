@@ -69,8 +69,8 @@ def _supervise(paths: state_files.AppPaths) -> None:
     request, record = SupervisorRequest.load(paths), SupervisorRecord.load(paths)
     assert request is not None and record is not None  # ``submit`` has written both
     os.makedirs(request.run_dir, mode=0o700, exist_ok=True)
-    folder.write_owner(paths)
     pid, loop = os.getpid(), SupervisorLoop(paths, request, record)
+    folder.write_owner(paths)  # it handles SIGTERM now: one that is sent to its pid is not lost
 
     def show_life() -> None:
         with contextlib.suppress(OSError):  # the folder was removed

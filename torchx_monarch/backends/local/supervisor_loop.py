@@ -63,6 +63,10 @@ class SupervisorLoop:
         self._request = request
         self._record = record
         self._selector = selectors.DefaultSelector()
+        self._wake = processes.watch_signals((signal.SIGCHLD, signal.SIGTERM))
+        for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+            signal.signal(signum, signal.SIG_IGN)
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
         self._timers = sched.scheduler(time.monotonic)
         self._roles = [self._make_role(index) for index in range(len(request.roles))]
         self._replicas = [replica for role in self._roles for replica in role]
@@ -118,10 +122,6 @@ class SupervisorLoop:
         ``on_ready`` is called when all replicas have been started and the status says so. A submitter that waits for it
         never sees PENDING, for which TorchX's commands sleep a second.
         """
-        wake = processes.watch_signals((signal.SIGCHLD, signal.SIGTERM))
-        for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
-            signal.signal(signum, signal.SIG_IGN)
-        self._selector.register(wake, selectors.EVENT_READ, None)
         if self._paths.load_stop() is not None:
             self._end(Outcome(State.CANCELLED, "cancelled before it started"), grace=0)
         elif self._request.gpus or self._request.slots:
@@ -138,7 +138,7 @@ class SupervisorLoop:
                 if isinstance(key.data, Replica):
                     key.data.read(cast("IO[bytes]", key.fileobj))
                 else:
-                    self._on_signals(os.read(wake, 4096))
+                    self._on_signals(os.read(self._wake, 4096))
 
     def _start_all(self) -> None:
         self._start(self._replicas)
