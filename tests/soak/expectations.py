@@ -151,7 +151,9 @@ def _of_the_restarts(job: Job, injections: Sequence[Injection], state: AppState,
     plan, deadly = job.plan, [injection for injection in injections if not injection.fault.harmless]
     failed = (job.folder / "failed").exists()
     # A failure that ends the hosts of a job ends each with an exit code of its own, and REPLICA restarts each of them.
-    most = len(deadly) * (plan.replicas if plan.policy == "REPLICA" and plan.retries else 1) + failed
+    # A host whose place a spare one has taken, which is a restart, is started again, too.
+    each = (plan.replicas if plan.policy == "REPLICA" and plan.retries else 1) + bool(plan.spares and plan.retries)
+    most = len(deadly) * each + failed
     if number > most:
         return [f"{number} restarts, and there was something to restart after {most} times"]
     if any(injection.fault.target == "supervisor" for injection in deadly) or plan.replicas > plan.fewest:

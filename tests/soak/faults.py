@@ -97,7 +97,10 @@ def targets(job: Job, kind: str) -> list[int]:
             return words[:1] == ["sleep"]
         return re.search(_MARKS[kind], " ".join(words)) is not None
 
-    return [pid for pid in job.processes() if is_one(_words(pid))]
+    found = [pid for pid in job.processes() if is_one(_words(pid))]
+    if kind == "zygote":  # the first of each host: its forks have its command line until their programs begin
+        found = sorted({_replica(pid): pid for pid in reversed(found)}.values())
+    return found
 
 
 class Injector:

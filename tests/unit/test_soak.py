@@ -112,6 +112,18 @@ def test_which_causes_are_true(
     assert (wrong == []) is right, wrong
 
 
+@pytest.mark.parametrize(("spares", "most"), [(0, 2), (1, 3)])
+def test_how_often_a_job_may_have_been_restarted(tmp_path: Path, spares: int, most: int) -> None:
+    """After a failure of its own, and SIGTERM to a host: whose place a spare one takes before it is started again."""
+    (tmp_path / "failed").touch()
+    job: Any = _Job(_plan(hosts=2, spares=spares, retries=1, restarts=1, fails=True), tmp_path)
+    wrong = [
+        expectations._of_the_restarts(job, _injections(("term", "host", 1)), AppState.SUCCEEDED, most + more)
+        for more in (0, 1)
+    ]
+    assert wrong == [[], [f"{most + 1} restarts, and there was something to restart after {most} times"]]
+
+
 def test_a_soak_contains_every_fault_at_every_moment_in_every_kind_of_job() -> None:
     for seed in (1, 2):
         drawn = [plans.draw(seed, number) for number in range(len(plans.cells(1)))]
