@@ -11,6 +11,7 @@
 #   make bench   launch times beside torchrun, TorchX and Monarch (make bench-slurm: beside a bare sbatch)
 #   make docs    the site of the documentation, in site/; make docs-pages and docs-pictures write what it is made from
 #   make dist    the wheel and the source archive of a release: the same commit makes the same bytes
+#   make release-check TAG=vX.Y.Z  the same, installed in a clean environment, with release-notes.md from CHANGELOG.md
 #   make clean   remove what the above made
 #
 #   make slurm-up, make slurm-down    the cluster of the tests to work with by hand: eval "$(make -s slurm-up)"
@@ -48,11 +49,12 @@ SYSTEM_PACKAGES := iproute2 openssl fuse3 chromium task-spooler
 
 # The option table against torchrun's parser, programs beside torchrun, and what uses torch's own functions.
 NEWEST ?= tests/unit/test_options.py tests/unit/test_command.py tests/local/test_numa.py tests/local/test_digits.py \
-	tests/local/test_watchdog.py tests/local/test_monarch_job.py tests/conformance
+	tests/local/test_watchdog.py tests/local/test_monarch_job.py tests/local/test_actors_beside_ranks.py \
+	tests/local/test_private_files.py tests/unit/test_clients.py tests/conformance
 
 CLUSTERS := slurm docker ssh kubernetes aws_batch
 
-.PHONY: $(CLUSTERS:%=%-up) $(CLUSTERS:%=%-down) help venv system demo test test-newest test-nightly test-gpu record-torchrun check soak bench bench-slurm dist docs docs-pages docs-pictures lint types format clean
+.PHONY: $(CLUSTERS:%=%-up) $(CLUSTERS:%=%-down) help venv system demo test test-newest test-nightly test-gpu record-torchrun check soak bench bench-slurm dist release-check docs docs-pages docs-pictures lint types format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -87,12 +89,14 @@ system:
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
 		$(SYSTEM_PACKAGES) >/dev/null; } || echo "not installed: $(SYSTEM_PACKAGES); the tests over networks, of mounts, of the example backend and of the report in a browser will skip"
 
-# Without constraints, in an environment of its own; pip's own configuration decides which build of torch that is.
+# Without constraints, in an environment of its own; pip's own configuration decides which build of torch that is. Of
+# Monarch it takes pre-releases, which the bound in setup.cfg does not allow.
 # CONTRIBUTING.md has its latest outcome.
 test-newest: system
 	"$(PYTHON)" -m venv --clear .venv-newest
 	.venv-newest/bin/python -m pip install -q --upgrade pip
-	.venv-newest/bin/python -m pip install -q --upgrade -e '.[examples,test]' torch torchmonarch torchx-nightly
+	.venv-newest/bin/python -m pip install -q --upgrade -e '.[examples,test]' torch torchx-nightly
+	.venv-newest/bin/python -m pip install -q --upgrade --pre --no-deps torchmonarch
 	.venv-newest/bin/python -m pip list | grep -i '^torch'
 	PATH="$(CURDIR)/.venv-newest/bin:$$PATH" python -m pytest --torchrun live $(NEWEST) $(PYTESTFLAGS)
 
@@ -181,6 +185,17 @@ dist: $(STAMP)
 	rm -rf dist
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) python -m build --no-isolation
 
+# Its own environment, with what pip chooses, as a user has it: a job runs, and pip finds no conflict.
+release-check: $(STAMP)
+	python -m tools.release $(TAG)
+	$(MAKE) dist
+	python -m pip install -q -c constraints.txt twine
+	python -m twine check --strict dist/*
+	"$(PYTHON)" -m venv --clear .venv-release
+	.venv-release/bin/python -m pip install -q -c constraints.txt dist/*.whl
+	.venv-release/bin/python -m pip check
+	cd .venv-release && PATH="$(CURDIR)/.venv-release/bin:$$PATH" torchx run -s monarch_local --wait monarch.spmd --nproc 2 -m platform
+
 clean:
-	rm -rf $(VENV) .venv-newest .venv-survey build dist site *.egg-info digits-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-newest .venv-survey .venv-release release-notes.md build dist site *.egg-info digits-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

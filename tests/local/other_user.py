@@ -18,6 +18,9 @@ import pytest
 _CLOSED_WITHIN = 3.0
 _ANSWERED_WITHIN = 6.0
 
+_SERVICE = "1" * 10
+"""An id as worker loops have it; since Monarch 0.8 an address without one is refused before anything is sent."""
+
 _OTHER_USER = 65534
 
 # Of another user, but one who may read Python and this repository, wherever they are.
@@ -77,7 +80,8 @@ def intrude(name: str) -> None:
             return os.geteuid()
 
     try:
-        hosts = attach_to_workers(ca="trust_all_connections", workers=[f"ipc://@{name}"], name="strange")
+        address = f"service<{_SERVICE}>@ipc://@{name}"
+        hosts = attach_to_workers(ca="trust_all_connections", workers=[address], name="strange")
         hosts.initialized.get(timeout=_ANSWERED_WITHIN)
         intruder = hosts.spawn_procs(per_host={"gpus": 1}, name="intruders").spawn("intruder", Intruder)
         print("ran as", intruder.user.call_one().get(timeout=_ANSWERED_WITHIN), flush=True)

@@ -23,7 +23,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-TESTED = ("0.7.0",)
+TESTED = ("0.7.0", "0.8.0.dev20261027")
 """Versions of Monarch with which tests/local/test_private_files.py has passed."""
 
 _FUNCTIONS = ("accept4", "accept")
