@@ -118,6 +118,7 @@ lint: $(STAMP)
 	ruff check .
 	ruff format --check .
 	python -m docs.tools.budget
+	python -m docs.tools.contracts
 
 types: $(STAMP)
 	mypy
