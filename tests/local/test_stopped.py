@@ -10,6 +10,7 @@ import select
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from torchx.specs import AppState, Role
 from tests.local.detached import Detached
 from tests.local.hosts import Hosts
 from tests.waits import WITHIN, until
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.cli.jobs import opened_job
+from torchx_monarch.cli.status import render
+from torchx_monarch.cli.top import head
 from torchx_monarch.system import processes
 
 SLEEPER = "print('pid', os.getpid(), flush=True)\ntime.sleep(1000)\n"
@@ -204,3 +209,35 @@ def test_a_stopped_host_that_is_cancelled_ends_its_ranks_in_good_order(
     apps.runner.cancel(apps.handle(app_id))
     assert apps.wait(app_id).state == AppState.CANCELLED
     assert (tmp_path / "saved").exists()
+
+
+def test_status_says_since_when_a_job_does_not_answer_whose_processes_are_stopped(
+    apps: Detached, script: Callable[[str], str]
+) -> None:
+    path = script("print('ready', flush=True)\ntime.sleep(1000)\n")
+    app_id = apps.run(Role("r", image="", entrypoint="torchrun", args=["--nproc-per-node", "1", path]), preload="none")
+    until(lambda: any("ready" in line for line in apps.log(app_id)), "the rank")
+    events = Path(state_files.app_paths(app_id).events)
+    host, supervisor = apps.host(app_id, 0), apps.owner(app_id).supervisor.pid
+
+    def status() -> str:
+        with opened_job(apps.handle(app_id), timeout=1.0) as job:
+            facts = job.read(0.0)
+        assert facts.status.state == "RUNNING"
+        return render(facts.status) + "".join(head(facts, 1000))
+
+    for pid in (supervisor, host):
+        os.kill(pid, signal.SIGSTOP)
+    long_ago = time.time() - 3600
+    os.utime(events, (long_ago, long_ago))
+    since = (
+        f"host 0 does not answer; its last sign of life was at {time.strftime('%H:%M:%S', time.localtime(long_ago))}"
+    )
+    assert status().count(since) == 2
+    assert events.stat().st_mtime == pytest.approx(long_ago)  # who reads a job changes nothing
+    os.kill(host, signal.SIGCONT)
+    until(lambda: events.stat().st_mtime > long_ago + 1, "another sign of life")
+    assert "does not answer" not in status()
+    os.kill(supervisor, signal.SIGCONT)
+    apps.runner.cancel(apps.handle(app_id))
+    assert apps.wait(app_id).state == AppState.CANCELLED

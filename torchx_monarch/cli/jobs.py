@@ -22,8 +22,9 @@ from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.rank_queries import SAMPLES_TIMEOUT, ask_events, ask_samples
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.insight.events import Event
+from torchx_monarch.insight.progress import SIGN_OF_LIFE_EVERY
 from torchx_monarch.insight.rank_sample import RankSample, RankView, rank_views
-from torchx_monarch.insight.timeline import Timeline
+from torchx_monarch.insight.timeline import Moment, Timeline
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import job_status
@@ -38,6 +39,10 @@ PATIENCE = 3.0
 
 SAMPLE_PAUSE_S = 1.0
 """Seconds between the two first samples of ranks, of which rates follow."""
+
+
+_SILENT_AFTER = 4 * SIGN_OF_LIFE_EVERY
+"""Seconds without a sign of life after which it is said that a host does not answer."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ class JobReader:
         try:
             activity, missing = self._ask_ranks(self._hosts, pause)
         except (UnreachableError, RefusedError, AllocationError, BackendError) as error:
-            return replace(facts, problem=str(error))
+            return replace(facts, problem=str(error), status=replace(facts.status, silent=_silent(facts, role)))
         last = max((rank.last_output for rank in activity if rank.last_output is not None), default=None)
         status = replace(facts.status, activity=activity or None, last_output=last)
         return replace(facts, status=status, missing=missing)
@@ -154,6 +159,16 @@ class JobReader:
                     runs = ask(target, {"type": "runs"}, PATIENCE)["runs"]
                     return LiveState(hosts=len(answer["hosts"]), last_runs=tuple(runs[-10:]), **facts)
         return None
+
+
+def _silent(facts: JobFacts, role: str) -> Moment | None:
+    """Return since when replica 0 of a role, which was asked in vain, has shown no life; None if that is not known."""
+    first = next((replica for replica in facts.app.replicas if (replica.role, replica.id) == (role, 0)), None)
+    last = facts.app.last_sign_of_life
+    if first is None or first.state is not State.RUNNING or not 0 < last < time.time() - _SILENT_AFTER:
+        return None
+    since = time.strftime("%H:%M:%S" if time.time() < last + 43200 else "%Y-%m-%d %H:%M:%S", time.localtime(last))
+    return Moment(last, "silent", f"host 0 does not answer; its last sign of life was at {since}")
 
 
 @contextlib.contextmanager

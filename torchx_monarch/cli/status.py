@@ -164,6 +164,7 @@ def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
     found += [("hosts", shape_of(status, " (world size {})")), ("spares", one_line(", ".join(status.spares)))]
     found += [("excluded", exclusion.message) for exclusion in status.excluded]
     found += [("last failure", _with_age(failure, now)), ("hang", _with_age(status.hang, now))]
+    found += [("silent", status.silent.message)] if status.silent is not None else []
     found += [("breakpoint", _with_age(waiting, now)) for waiting in status.breakpoints[:_MAX_BREAKPOINTS]]
     found += [
         ("last output", f"{show_duration(now - status.last_output)} ago" if status.last_output else ""),

@@ -84,6 +84,14 @@ def read(
     return parse(data[:end]), offset + end
 
 
+def last_sign_of_life(path: str | os.PathLike[str]) -> float:
+    """Return when a process of a job has written an event, or set the time of the file, last; 0 if that is unknown."""
+    try:
+        return os.stat(path, follow_symlinks=False).st_mtime
+    except OSError:
+        return 0.0
+
+
 def parse(data: bytes) -> list[Event]:
     """Return the events in whole lines of a file; a line that is not an event is skipped."""
     found = []

@@ -21,6 +21,9 @@ from torchx_monarch.system.untrusted_text import lines, one_line
 
 T = TypeVar("T")
 
+SIGN_OF_LIFE_EVERY = 5.0
+"""Seconds between two signs of life of replica 0."""
+
 _WAITING_EVERY = 10.0
 """Seconds between two "waiting for" lines."""
 
@@ -58,6 +61,12 @@ class Reporter:
     def read_events(self) -> list[events.Event]:
         """Return the events so far; the file may be on a disk that is slow."""
         return events.read(self._events_path)[0] if self._events_path else []
+
+    async def show_life(self) -> None:
+        """Set the time of the events file again and again, for readers that get no answer from this host."""
+        while self._events_path and self._events_writer is not None:
+            self._events_writer.call(_touch, self._events_path)
+            await asyncio.sleep(SIGN_OF_LIFE_EVERY)
 
     def line(self, text: str) -> None:
         """Write a line to the log, without an event."""
@@ -152,6 +161,11 @@ def write_result(result: HostResult, environ: Mapping[str, str], reporter: Repor
         with contextlib.suppress(OSError):
             error_files.write(path, lambda limit: (on_full_disk if limit else result).to_text(limit))
     _write(environ.get("MONARCH_TERMINATION_LOG"), result.to_text(_SHORT_RESULT))
+
+
+def _touch(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.utime(path, follow_symlinks=False)
 
 
 def _write(path: str | None, text: str) -> None:

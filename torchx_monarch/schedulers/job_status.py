@@ -103,6 +103,7 @@ class JobStatus:
     ranks: int | None = None
     last_failure: Moment | None = None
     hang: Moment | None = None
+    silent: Moment | None = None
     breakpoints: Sequence[Moment] = ()
     last_output: float | None = None
     log_folder: str | None = None
@@ -292,6 +293,7 @@ def in_one_line(status: JobStatus, now: float | None = None) -> str:
     parts += [exclusion.message for exclusion in status.excluded[-1:]]
     if status.hang is not None:
         parts.append(f"hang: {status.hang.message}")
+    parts += [status.silent.message] if status.silent is not None else []
     parts += [waiting.message for waiting in status.breakpoints[:1]]
     if status.last_failure is not None and not status.has_ended:
         parts.append(f"last failure {now - status.last_failure.time:.0f} s ago: {status.last_failure.message}")

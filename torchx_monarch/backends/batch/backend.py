@@ -391,6 +391,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
             created=content["created"],
             started=first_start(itertools.chain(*records)),
             events=happened,
+            last_sign_of_life=events.last_sign_of_life(folder.events),
             grace=float(content.get("grace", 30.0)),
             ending=ending,
             ui_url=f"file://{folder.root}",

@@ -182,6 +182,7 @@ class AppSnapshot:
         ending: how this package has begun to end the app, as the backend has stored it; None if it has not.
         restarts: how often the app, a role or a replica was restarted; None to count it from the replicas.
         events: its events (``insight.events``), as far as the backend reads them; empty in a brief snapshot.
+        last_sign_of_life: when a host of replica 0 gave one last (``insight.events``); 0 if unknown.
         notes: further facts for users, which are appended to the message unless they are the message.
         ui_url: where a browser shows the app; empty if nowhere.
     """
@@ -197,6 +198,7 @@ class AppSnapshot:
     ending: Outcome | None = None
     restarts: int | None = None
     events: Sequence[Event] = ()
+    last_sign_of_life: float = 0.0
     notes: Sequence[str] = field(default_factory=tuple)
     ui_url: str = ""
 

@@ -102,7 +102,9 @@ class LocalBackend(Backend[LocalOpts, SupervisorRequest, AppSnapshot]):
         if record is None:
             return None
         happened = [] if brief else events.read(paths.events, below=paths.trusted)[0]
-        return replace(_snapshot(app_id, record, submitted), events=happened, ui_url=Path(paths.root).as_uri())
+        sign = events.last_sign_of_life(paths.events)
+        app = _snapshot(app_id, record, submitted)
+        return replace(app, events=happened, last_sign_of_life=sign, ui_url=Path(paths.root).as_uri())
 
     def snapshots(self, options: Cfg) -> list[AppSnapshot]:
         try:
