@@ -48,7 +48,7 @@ class Follower:
                     host.reporter.line(f"host {registration.replica} was refused: {result.reason}")
                 return result
             host.report = None
-            lost = JobResult(1, f"{host.name} lost replica 0: {client.lost}", consequence=True, replica=0)
+            lost = JobResult(1, client.lost, consequence=True, replica=0)
             host.reporter.line(lost.reason)
             if host.options.replacements == 0 or registration.error:
                 return lost
