@@ -21,6 +21,7 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tests import loop_watch
 from tests.conformance import recording
 from tests.fork_server import ForkServer
 from tests.waits import WITHIN, until
@@ -265,4 +266,7 @@ def folder(request: pytest.FixtureRequest, leaves_nothing: None) -> Iterator[Pat
         shutil.rmtree(path, ignore_errors=True)
         return not path.exists()
 
+    waits = path / loop_watch.FILE
+    found = waits.read_text() if waits.exists() else ""
     until(is_gone, f"everybody to leave {path}", _gone_within(request))
+    assert not found, f"calls on the event loop of a host that may wait for a disk:\n{found}"

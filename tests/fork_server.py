@@ -18,6 +18,7 @@ import gc
 import json
 import os
 import pkgutil
+import runpy
 import select
 import signal
 import subprocess
@@ -250,7 +251,11 @@ def _host() -> None:
     import torchx_monarch.host.rank_runs  # noqa: F401
     from torchx_monarch.host.__main__ import main
 
-    main(_serve())
+    watch = runpy.run_path(str(Path(__file__).with_name("loop_watch.py")))
+    args = _serve()
+    if path := os.environ.pop(watch["VARIABLE"], ""):
+        watch["install"](path, os.environ["MONARCH_RUN_DIR"])
+    main(args)
 
 
 _IMPORTED = {

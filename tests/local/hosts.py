@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests import loop_watch
 from tests.fork_server import Forked, ForkServer, server
 from tests.waits import WITHIN
 from torchx_monarch.client import hosts as client_hosts
@@ -76,6 +77,7 @@ class Hosts:
             with open(logs / "out", "ab") as out, open(logs / "err", "ab") as err:
                 if not before and ForkServer.fits(env):
                     streams = os.devnull, out.name, err.name
+                    env[loop_watch.VARIABLE] = str(self.folder / loop_watch.FILE)
                     self.processes[replica] = server("host").start(words, env, os.getcwd(), *streams)
                     continue
                 self.processes[replica] = subprocess.Popen(

@@ -23,6 +23,7 @@ from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.host.ranks.rank_recorder import FAILURE, GROUPS, HEAD, MAX_RECENT
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus
 from torchx_monarch.system import children
+from torchx_monarch.system.console import WriterThread
 
 START = """
         import torch, torch.distributed as dist
@@ -112,7 +113,7 @@ def this_process(logs: Path | None = None) -> Iterator[Rank]:
 
 async def _send(folder: Path, sent: bytes, logs: Path | None) -> None:
     """Send bytes as a rank would, or as another process without logs, and wait until the host has hung up."""
-    recorders, loop = FlightRecorders(str(folder)), asyncio.get_running_loop()
+    recorders, loop = FlightRecorders(str(folder), WriterThread()), asyncio.get_running_loop()
     await recorders.start()
     await recorders.start()  # for the next run of an allocation
     with socket.socket(socket.AF_UNIX) as client, this_process(logs) as rank:
@@ -171,7 +172,7 @@ ENTRY = {"number": 3, "name": "gloo:all_reduce", "sizes": [[7], []], "called": 1
 
 async def _answers(folder: Path, answer: bytes | None) -> dict[int, tuple[GroupStatus, ...]]:
     """What the host has of a rank that answers the request for its groups so; None for one that does not answer."""
-    recorders, loop = FlightRecorders(str(folder)), asyncio.get_running_loop()
+    recorders, loop = FlightRecorders(str(folder), WriterThread()), asyncio.get_running_loop()
     await recorders.start()
     other = Rank(1, 1, lambda: None)
     with socket.socket(socket.AF_UNIX) as client, this_process() as rank:

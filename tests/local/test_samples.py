@@ -25,6 +25,7 @@ from torchx_monarch.host.ranks.rank_samples import take_samples
 from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.insight.timeline import build
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
+from torchx_monarch.system.console import WriterThread
 
 PROGRAM = """
     import subprocess
@@ -74,7 +75,7 @@ def test_a_host_reads_proc_once_and_not_on_its_event_loop(tmp_path: Path) -> Non
             rank.begin(os.posix_spawnp("sleep", ["sleep", "300"], os.environ, setsid=True))
             rank.release()
         opened.clear()
-        samples = await take_samples(ranks, 0, "here", "app")
+        samples = await take_samples(ranks, 0, "here", "app", WriterThread())
         for rank in ranks:
             rank.kill(signal.SIGKILL)
             await rank.drain()

@@ -7,9 +7,7 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 from torchx.specs import AppState, Role
 
 from tests.local.detached import Detached
+from tests.local.disks import mounted
 from tests.local.hosts import Hosts
 from tests.waits import WITHIN, until
 from torchx_monarch.backends.core import state_files
@@ -85,38 +84,16 @@ def unread_pipe(hosts: Hosts) -> Iterator[Callable[[], Callable[[], str]]]:
 
 
 @contextlib.contextmanager
-def mounted(hosts: Hosts, folder: Path) -> Iterator[str]:
-    """Put a folder onto a disk of its own, which may be frozen; the hosts are killed at the end."""
-    folder.mkdir(parents=True)
-    image, disk = str(hosts.folder / "image"), str(folder)
-    with open(image, "wb") as file:
-        file.truncate(64 << 20)
-    for command in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, disk]):
-        if shutil.which(command[0]) is None or subprocess.run(command, check=False, timeout=WITHIN).returncode:
-            pytest.skip(f"needs {' '.join(command)}")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["fsfreeze", "--unfreeze", disk], check=False, timeout=WITHIN, stderr=subprocess.DEVNULL)
-        for process in hosts.processes.values():
-            process.kill()
-            process.wait(WITHIN)
-        until(
-            lambda: not subprocess.run(["umount", disk], check=False, timeout=WITHIN).returncode, "the disk", every=0.1
-        )
-
-
-@contextlib.contextmanager
 def frozen_disk(hosts: Hosts) -> Iterator[Callable[[], Callable[[], str]]]:
     """Put the logs of host 1 onto a disk of their own; the function that freezes it returns one that thaws it."""
     with mounted(hosts, hosts.logs(1)) as disk:
 
         def freeze() -> Callable[[], str]:
             until(lambda: hosts.out(1).count("ready\n") == 2, "the ranks")
-            subprocess.run(["fsfreeze", "--freeze", disk], check=True, timeout=WITHIN)
+            disk.freeze()
 
             def thaw() -> str:
-                subprocess.run(["fsfreeze", "--unfreeze", disk], check=True, timeout=WITHIN)
+                disk.thaw()
                 hosts.wait()
                 return hosts.out(1).partition("ready\n")[2]
 
@@ -176,7 +153,7 @@ def test_no_attempt_begins_beside_a_rank_that_waits_inside_the_kernel(
     with mounted(hosts, tmp_path / "disk") as disk:
         hosts.start()
         pid = int(str(until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the last rank")))
-        subprocess.run(["fsfreeze", "--freeze", disk], check=True, timeout=WITHIN)
+        disk.freeze()
         (tmp_path / "frozen").touch()
 
         def state() -> str | None:

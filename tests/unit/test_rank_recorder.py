@@ -22,6 +22,7 @@ from torchx_monarch.host.ranks.flight_recorders import FlightRecorders, collect,
 from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.insight.hangs import Fault, RankCollectives, diagnose
 from torchx_monarch.insight.rank_sample import GroupStatus
+from torchx_monarch.system.console import WriterThread
 
 RANK = str(Path(__file__).parent / "stub_torch.py")
 
@@ -62,7 +63,7 @@ class RankOfTorch(Rank):
         super().__init__(3, 3, lambda: None)
         self.folder = folder / "attempt_0"
         self.directory = self.folder / "3"
-        self.recorders = FlightRecorders(str(folder))
+        self.recorders = FlightRecorders(str(folder), WriterThread())
         self._stub = json.dumps({"functions": TORCH[torch], "configs": CONFIGS, "path": self.recorders.path})
 
     async def __aenter__(self) -> RankOfTorch:

@@ -29,7 +29,7 @@ from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.run_request import RunRequest
-from torchx_monarch.system.console import Console
+from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.connections import Address
 
@@ -45,7 +45,7 @@ class Replica0:
         )
         hosts = JobHosts(options, rendezvous.members, rendezvous.events, reporter, AsyncMock())
         allocation = AllocationSpec(0.0, "1", ("a", "b"), None)
-        self.runs = RunQueue(hosts, rendezvous, allocation, str(folder), lambda: True)
+        self.runs = RunQueue(hosts, rendezvous, allocation, str(folder), WriterThread(), lambda: True)
 
     def submit(self, **more: object) -> None:
         self.runs.submit(RunRequest.from_message({"command": ["python", "x.py"], "queue": True, **more}))

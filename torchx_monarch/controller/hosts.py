@@ -31,7 +31,8 @@ from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import messages
 
 _STOP_MARGIN = 60.0
-"""Seconds beyond the grace period that hosts have to answer. They wait up to 50 s for what they have killed to end."""
+"""Seconds beyond the grace period that hosts have to answer. They wait up to 50 s for what they have killed to end, and
+``host_timeout`` for a disk on which ranks have left errors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +144,8 @@ class JobHosts:
         present = list(filter(self.members.in_attempt, self.members.attempt))
         if not present:
             return
-        with self.call(StopRanks(number, grace), grace + _STOP_MARGIN, present) as call:
+        within = grace + _STOP_MARGIN + self.options.spec.host_timeout
+        with self.call(StopRanks(number, grace), within, present) as call:
             async for replica, answer in call:
                 if isinstance(answer, HostRefused):
                     self._lose(replica, answer.reason)

@@ -45,6 +45,7 @@ from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.system import safe_files
+from torchx_monarch.system.console import WriterThread
 from torchx_monarch.transport import messages
 
 TIMED_OUT = 124
@@ -98,6 +99,15 @@ class Run:
     def begin(self) -> BeginRun:
         """The request with which hosts begin the run."""
         return BeginRun(self.number, self.token, self.request)
+
+    def open_log(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Make the log, once; raise ``OSError`` if that fails."""
+        if self.result is None and self.run_log is None:
+            self.run_log = RunLog(os.path.join(self.folder, "journal.jsonl"), loop)
+
+    def close_log(self) -> None:
+        if self.run_log is not None:
+            self.run_log.close()
 
     def append(self, record: dict[str, Any]) -> None:
         if self.run_log is not None:
@@ -163,6 +173,7 @@ class RunQueue:
         rendezvous: Rendezvous,
         allocation: AllocationSpec,
         log_dir: str,
+        disk: WriterThread,
         is_warm: Callable[[], bool],
     ) -> None:
         self.hosts = hosts
@@ -174,6 +185,7 @@ class RunQueue:
         self._reporter = hosts.reporter
         self._default_command = allocation.words
         self._log_dir = log_dir
+        self._disk = disk
         self._is_warm = is_warm
         self._queue: deque[Run] = deque()
         self._ended: deque[Run] = deque(maxlen=_MAX_RUNS)
@@ -201,7 +213,7 @@ class RunQueue:
 
     async def next_run(self) -> Run | JobResult:
         """Wait for a run, make it the current one and return it; a result if the allocation ends for lack of runs."""
-        while not (run := self._open_next()):
+        while not (run := await self._open_next()):
             counts = self.idle_timeout and not self._users
             left = self._busy_at + self.idle_timeout - time.monotonic() if counts else None
             if left is not None and left <= 0:
@@ -219,14 +231,24 @@ class RunQueue:
         self._reporter.report("run", f"run {run.number}: {run.request.shown}", run=run.number)
         return run
 
-    def _open_next(self) -> Run | None:
-        """Take the oldest run of the queue whose log can be opened, and open it."""
+    async def _open_next(self) -> Run | None:
+        """Take the oldest run of the queue whose log can be opened, and open it; None if there is none.
+
+        It stays in the queue until then: meanwhile it may be ended, or this be cancelled.
+        """
+        loop = asyncio.get_running_loop()
         while self._queue:
-            run = self._queue.popleft()
+            run, failure = self._queue[0], ""
             try:
-                run.run_log = RunLog(os.path.join(run.folder, "journal.jsonl"))
+                await self._disk.run(run.open_log, loop)
             except OSError as error:
-                self._end(run, JobResult(1, f"the run's log cannot be made: {error.strerror}: {error.filename}"))
+                failure = f"the run's log cannot be made: {error.strerror}: {error.filename}"
+            if run.result is not None:
+                run.close_log()
+                continue
+            self._queue.popleft()
+            if failure:
+                self._end(run, JobResult(1, failure))
                 continue
             run.append({"type": "run", **run.to_json()})
             run.opened.set()
@@ -298,8 +320,7 @@ class RunQueue:
         run.request = dataclasses.replace(run.request, function="")  # megabytes, for each run that is remembered
         for record in (*records, run.last_record or {}):
             run.append(record)
-        if run.run_log is not None:
-            run.run_log.close()
+        run.close_log()
         run.opened.set()
         self._ended.append(run)
         if run is self.current:
@@ -368,11 +389,8 @@ class RunQueue:
         run = Run(number, request.shown_as(self._default_command), folder)
         try:
             encode_request(_MAX_NUMBER, run.begin)
-            os.makedirs(folder, mode=0o700, exist_ok=True)
         except messages.ProtocolError as error:
             raise RendezvousError(f"the command, environment and function of the run are too large: {error}") from None
-        except OSError as error:
-            raise RendezvousError(f"the run's folder cannot be made: {error.strerror}: {error.filename}") from None
         self._number = number
         self._queue.append(run)
         self._wake.set()

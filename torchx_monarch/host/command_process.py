@@ -54,6 +54,8 @@ class StartedCommand:
 
 def start_early(options: HostSpec, environ: Mapping[str, str]) -> StartedCommand | None:
     """Start the command of a replica, unless it is to wait for other hosts, or may have to be left out."""
+    if path := environ.get(_ERROR_FILE):
+        error_files.set_aside(path, 0)  # a container that is restarted has that of its last start
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
     if options.starts == "together" or MARKER_VARIABLE in environ:
         return None
@@ -73,8 +75,6 @@ def start_command(
     words: tuple[str, ...], environ: Mapping[str, str], files: tuple[int, int] | None = None
 ) -> StartedCommand:
     """Start a command; ``files`` is its limit on open files if this process has raised its own."""
-    if path := environ.get(_ERROR_FILE):
-        error_files.set_aside(path, 0)  # a container that is restarted has that of its last start
     try:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return StartedCommand(processes.spawn(words, environ, os.getcwd(), files, **pipes))

@@ -34,7 +34,7 @@ class CommandPool(ProcessPool):
     """The process of a command, or the failure to start it."""
 
     def __init__(self, host: Host, on_first_output: Callable[[], None]) -> None:
-        super().__init__(host.options.replica, host.hostname, host.environ.get(processes.MARKER, ""))
+        super().__init__(host.options.replica, host.hostname, host.environ.get(processes.MARKER, ""), host.disk)
         self._host = host
         self._on_first_output = on_first_output
         self._environ = command_environ(host.environ)
@@ -73,8 +73,8 @@ class CommandPool(ProcessPool):
             await rank.wait()
             await rank.read_output(_LAST_OUTPUT)
 
-    def exits(self) -> list[RankExit]:
-        return [self._failure] if self._failure is not None else super().exits()
+    async def exits(self) -> list[RankExit]:
+        return [self._failure] if self._failure is not None else await super().exits()
 
 
 class CommandRun(Workload):
@@ -142,18 +142,18 @@ class CommandFollower(Follower):
         finally:
             joining.cancel()
             ending.cancel()
-        return self._own_result()
+        return await self._own_result()
 
     async def _after_loss(self, registration: Registration) -> Registration:
         return registration  # the command goes on
 
     async def _patience(self, ends_alone: bool) -> None:
         await self._pool.watch()
-        if not (ends_alone and self._own_result().code):
+        if not (ends_alone and (await self._own_result()).code):
             await asyncio.sleep(self._host.options.host_timeout)
 
-    def _own_result(self) -> JobResult:
-        (ended,) = self._pool.exits()
+    async def _own_result(self) -> JobResult:
+        (ended,) = await self._pool.exits()
         if not ended.code:
             return JobResult(0, "the command ended with code 0")
         return JobResult(shell_code(ended.code), ended.describe(), ended)

@@ -13,7 +13,7 @@ from torchx_monarch.controller.host_messages import SignalReceived
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.env_names import INTERFACE
 from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.system.console import Console
+from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.transport import local_addresses, messages
 from torchx_monarch.transport.connections import Address, ConnectError
 
@@ -33,6 +33,7 @@ class Host:
         grace: seconds from SIGTERM to SIGKILL for ranks: torchrun's option or variable if given, else ``--grace``.
         report: sends a report to replica 0; None on replica 0, and while this host is not registered.
         connector: opens another connection to replica 0 with a greeting; None before it is reached.
+        disk: the thread that makes, reads and removes the files of attempts: a disk may stand still for minutes.
     """
 
     options: HostSpec
@@ -46,6 +47,7 @@ class Host:
     grace: float = 0.0
     report: Callable[[SignalReceived], Coroutine[Any, Any, None]] | None = None
     connector: Callable[[messages.Message], Awaitable[Streams]] | None = None
+    disk: WriterThread = dataclasses.field(default_factory=WriterThread)
 
     @property
     def name(self) -> str:

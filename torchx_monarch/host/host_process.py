@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -34,10 +35,13 @@ from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.state import State
 from torchx_monarch.model.world import CommandError, LaunchError
 from torchx_monarch.system import error_files, processes, run_dirs, safe_files
-from torchx_monarch.system.console import Console, WriterThread
+from torchx_monarch.system.console import Console, ThreadedStderr, WriterThread
 
 _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to exit before it exits."""
+
+_STOP_FILE_TIMEOUT = 5.0
+"""Seconds to find out whether the backend has announced a signal."""
 
 _FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 """The signals that are passed on."""
@@ -187,6 +191,7 @@ class HostProcess:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
+        sys.stderr = ThreadedStderr()
 
     def _handle_signals(self, more: str = "") -> None:
         """Have the stop signals, and ``--signals-to-handle``, stop the job; other SIGUSR1 and SIGUSR2 go to ranks."""
@@ -240,18 +245,24 @@ class HostProcess:
         host, replica = self._host, self._host.options.replica
         host.reporter.line(f"host {replica}: received {signal.Signals(number).name}")
         self._spawn(self._workload.stop(number))
-        stop_file = host.environ.get("MONARCH_STOP_FILE")
-        announced = os.path.exists(stop_file) if stop_file else None
+        self._spawn(self._report_signal(number))
+
+    async def _report_signal(self, number: int) -> None:
+        host, replica = self._host, self._host.options.replica
+        stop_file, announced = host.environ.get("MONARCH_STOP_FILE"), None
+        if stop_file:
+            with contextlib.suppress(asyncio.TimeoutError):  # of a disk that stands still
+                announced = await asyncio.wait_for(host.disk.run(os.path.exists, stop_file), _STOP_FILE_TIMEOUT)
         registration = self._registration or Registration(replica, host.hostname, os.getpid())
         event = host_events.signalled(registration, number, announced)
         if host.report is not None:
-            self._spawn(host.report(SignalReceived(number, announced)))
+            await host.report(SignalReceived(number, announced))
         elif self._rendezvous is not None:
             self._rendezvous.events.post(event)
         else:
             # No controller to decide: this host has not joined yet, or has lost replica 0.
             host.reporter.report(event.kind, event.result.reason, replica=event.replica)
-            self._spawn(self._report_and_exit(self._conclude(event.result)))
+            await self._report_and_exit(self._conclude(event.result))
 
     def _forward_signal(self, number: int) -> None:
         text = f"host {self._host.options.replica}: passing {signal.Signals(number).name} on to its ranks"

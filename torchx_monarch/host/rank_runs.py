@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import dataclasses
 import functools
 import os
@@ -46,6 +45,7 @@ from torchx_monarch.host.workload import Workload
 from torchx_monarch.model.env_names import BATCH_JOB
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.system import safe_files
+from torchx_monarch.system.run_dirs import remove_tree
 
 if TYPE_CHECKING:
     from torchx_monarch.controller.run_queue import RunQueue
@@ -101,11 +101,11 @@ class RankRuns(Workload):
         command, spec, cwd = self.command, self._allocation, os.getcwd()
         if spec is not None:
             held = spec.command or Command("torchrun", DEFAULTS, Program("script", "run"))
-            await self._new_pool(held, None, {}, cwd).start(spec.nproc)
+            await self._new_pool(self._run_spec(held, {}, cwd), None).start(spec.nproc)
             return
         assert command is not None
         log_dir = log_folder(command, self._host.log_dir, cwd, self._run_id(command))
-        pool = self._new_pool(command, log_dir)
+        pool = self._new_pool(self._run_spec(command), log_dir)
         # A script runs on the first host alone; the others run actors.
         nproc = "0" if self._script is not None and self._host.options.replica else pool.run.nproc
         await self._prepare(host_messages.BeginRun(), pool, nproc, self._first_log_attempt(log_dir))
@@ -149,8 +149,8 @@ class RankRuns(Workload):
             return None
         from torchx_monarch.controller.run_queue import RunQueue
 
-        log_dir = self._host.log_dir
-        queue = RunQueue(hosts, rendezvous, self._allocation, log_dir, lambda: self._zygotes.ready)
+        log_dir, disk = self._host.log_dir, self._host.disk
+        queue = RunQueue(hosts, rendezvous, self._allocation, log_dir, disk, lambda: self._zygotes.ready)
         queue.serve("sync", functools.partial(self._code.serve_client, queue))
         rendezvous.clients["code"] = self._code.serve_host
         return queue
@@ -164,16 +164,19 @@ class RankRuns(Workload):
             return command.options.rdzv_id
         return f"{app}-{number}" if number else app
 
-    def _new_pool(
-        self, command: Command, log_dir: str | None, env: Mapping[str, str] | None = None, cwd: str | None = None
-    ) -> RankPool:
-        host, options = self._host, self._host.options
-        run = RunSpec(command, host.environ, options.preload_modules, env or {}, cwd, options.forks_ranks)
-        self._recorders = self._recorders or FlightRecorders(host.sockets)
-        logs = RankLogs(options.replica, host.hostname, log_dir, run, host.stdout, host.stderr, self._output)
-        starter = RankStarter(run.with_leading() if options.shares_imports else run, self._zygotes, host.reporter.line)
+    def _run_spec(self, command: Command, env: Mapping[str, str] | None = None, cwd: str | None = None) -> RunSpec:
+        """Return what a run executes; it reads the program."""
+        options = self._host.options
+        run = RunSpec(command, self._host.environ, options.preload_modules, env or {}, cwd, options.forks_ranks)
+        return run.with_leading() if options.shares_imports else run
+
+    def _new_pool(self, run: RunSpec, log_dir: str | None) -> RankPool:
+        host = self._host
+        self._recorders = self._recorders or FlightRecorders(host.sockets, host.disk)
+        logs = RankLogs(host.options.replica, host.hostname, log_dir, run, host.stdout, host.stderr, self._output)
+        starter = RankStarter(run, self._zygotes, host.reporter.line)
         says = (host.reporter.line, self._report_first_output)
-        self.pool = pool = RankPool(logs, starter, self._recorders, host.attach_socket, *says)
+        self.pool = pool = RankPool(logs, starter, self._recorders, host.disk, host.attach_socket, *says)
         return pool
 
     async def _prepare(
@@ -208,17 +211,20 @@ class RankRuns(Workload):
             cwd = await self._code.checkout(request.code, request.workspace)
         folder = os.path.join(host.log_dir, f"run_{begin.number}")
         self._function_file = os.path.join(folder, "function") if request.function else ""
-        if self._function_file:
-            request = dataclasses.replace(request, program=(*(request.program or ()), self._function_file))
-        command = self._command_of(request, cwd, {**host.environ, **request.env})
-        if self._function_file:
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-            safe_files.replace_file(self._function_file, base64.b64decode(request.function))
+        run = await host.disk.run(self._plan, request, cwd, self._function_file)
         self._output = RunOutput(begin.token)
-        pool = self._new_pool(
-            command, log_folder(command, folder, cwd, self._run_id(command, begin.number)), request.env, cwd
-        )
-        return await self._prepare(begin, pool, pool.run.nproc)
+        pool = self._new_pool(run, log_folder(run.command, folder, cwd, self._run_id(run.command, begin.number)))
+        return await self._prepare(begin, pool, run.nproc)
+
+    def _plan(self, request: RunRequest, cwd: str, function_file: str) -> RunSpec:
+        """Return what a run executes; the function that it calls, if it does, is written into a file."""
+        if function_file:
+            request = dataclasses.replace(request, program=(*(request.program or ()), function_file))
+        command = self._command_of(request, cwd, {**self._host.environ, **request.env})
+        if function_file:
+            os.makedirs(os.path.dirname(function_file), mode=0o700, exist_ok=True)
+            safe_files.replace_file(function_file, base64.b64decode(request.function))
+        return self._run_spec(command, request.env, cwd)
 
     async def _finish(self, token: str) -> None:
         """End a run and all its processes; what replica 0 then reads of its output is the last."""
@@ -226,11 +232,10 @@ class RankRuns(Workload):
         if output is None or output.token != token or self.pool is None:
             return
         await self.pool.stop(signal.SIGKILL, 0.0)
-        ranks = {rank_exit.rank for rank_exit in self.pool.exits()}
+        ranks = {rank.rank for rank in self.pool.ranks}
         self.pool.retire()
         if self._function_file:
-            with contextlib.suppress(OSError):
-                os.unlink(self._function_file)
+            self._host.disk.call(remove_tree, self._function_file)
         output.end(read_values(os.path.dirname(self._function_file), ranks) if self._function_file else iter(()))
 
     @functools.cached_property

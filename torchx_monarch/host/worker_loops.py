@@ -105,7 +105,7 @@ class WorkerLoops:
         left_out = {name for name in host.environ if is_for_hosts(name)} | set(JOB_VARIABLES) - {processes.MARKER}
         environ = {name: value for name, value in host.environ.items() if name not in left_out}
         with contextlib.ExitStack() as owned, contextlib.ExitStack() as given:
-            owned.callback(run_dirs.remove_tree, folder)
+            owned.callback(host.disk.call, run_dirs.remove_tree, folder)
             stdout, stderr = (_open_output(console, given, owned) for console in (host.stdout, host.stderr))
             read, write = os.pipe()
             given.callback(os.close, write)

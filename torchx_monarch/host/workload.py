@@ -154,12 +154,12 @@ class Workload(abc.ABC):
         match request:
             case host_messages.WatchRanks():
                 await pool.watch()
-                return pool.exits()
+                return await pool.exits()
             case host_messages.StopRanks():
                 await pool.stop(request.signal, request.grace)
                 if pool.remains:
                     raise LaunchError(pool.remains)
-                return pool.exits()
+                return await pool.exits()
             case host_messages.TakeStacks():
                 return await pool.stacks(request.rank, request.save_as)
             case host_messages.ProfileRanks():

@@ -106,7 +106,9 @@ class Reporter:
         self.report("rank_restart", text, **fields)
         self.rank_restarts += 1
         # Now and not at the end: a host that is killed writes no result.
-        _write(self._termination_log, HostResult(rank_restarts=self.rank_restarts).to_text())
+        if self._events_writer is not None:
+            text = HostResult(rank_restarts=self.rank_restarts).to_text()
+            self._events_writer.call(_write, self._termination_log, text)
 
     def begin_result(self) -> None:
         """Write an empty result where the backend reads it; called before the first rank starts.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 from collections.abc import AsyncIterator
@@ -24,14 +25,14 @@ _MAX_PENDING = 1 << 20
 
 
 class RunLog:
-    """The records of one run, in a file of mode 0600 that it creates.
+    """The records of one run, in a file of mode 0600 that it creates; ``loop`` is that of its followers.
 
     Raises:
         OSError: the file cannot be created, or is not a regular file of this user. A rank of an earlier run can have
             put something else in its place.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, loop: asyncio.AbstractEventLoop) -> None:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         self._path = path
         self._writer = WriterThread()
@@ -39,7 +40,7 @@ class RunLog:
         os.ftruncate(self._file, 0)
         self._closed = False
         self._requested = self._appended = 0  # bytes
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self._changed = asyncio.Event()
 
     def append(self, record: dict[str, Any]) -> None:
@@ -79,6 +80,9 @@ class RunLog:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def _open(self) -> io.FileIO:
+        return open(safe_files.open_file(self._path), "rb", buffering=0)
+
     async def follow(self, wait: bool = True) -> AsyncIterator[list[bytes]]:
         """Yield the records from the first on, as lists of lines, until the log is closed.
 
@@ -88,7 +92,7 @@ class RunLog:
             OSError: another file is in the place of the log.
         """
         requested, rest = self._requested, b""
-        with open(safe_files.open_file(self._path), "rb", buffering=0) as file:
+        with await asyncio.to_thread(self._open) as file:
             while True:
                 # All before the read, so that what is written after it wakes this follower.
                 ends, appended, changed = self._closed or not wait, self._appended, self._changed

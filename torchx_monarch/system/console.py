@@ -6,14 +6,19 @@ The event loop of a host never waits for a disk or for the reader of a pipe: oth
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import io
 import os
 import select
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from torchx_monarch.system.line_output import LineOutput
+
+T = TypeVar("T")
 
 _MAX_PENDING = 1 << 20
 """Bytes that wait to be written before the ranks that write to the same place have to wait."""
@@ -63,6 +68,10 @@ class WriterThread:
             self._pending += size
         self._executor.submit(self._execute, function, args, size)
 
+    async def run(self, function: Callable[..., T], *args: object) -> T:
+        """Call a function after all earlier writes, and return what it returns."""
+        return await asyncio.wrap_future(self._executor.submit(function, *args))
+
     def _execute(self, function: Callable[..., object], args: Sequence[object], size: int) -> None:
         try:
             function(*args)
@@ -95,6 +104,17 @@ class WriterThread:
         """Wait until all writes of this process have been executed."""
         with cls._changed:
             cls._changed.wait_for(lambda: not cls._unfinished)
+
+
+class ThreadedStderr(io.TextIOBase):
+    """A ``sys.stderr`` that is written in a thread of its own; what the interpreter itself prints is not."""
+
+    def __init__(self) -> None:
+        self._writer = WriterThread()
+
+    def write(self, text: str) -> int:
+        self._writer.write(2, text.encode(errors="backslashreplace"))
+        return len(text)
 
 
 class Console:

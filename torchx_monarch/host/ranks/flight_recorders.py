@@ -24,6 +24,7 @@ from torchx_monarch.host.ranks.rank_recorder import CODE, DUMP, DUMPS, FAILURE, 
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus, parse_ranks
 from torchx_monarch.model.codec import decode
 from torchx_monarch.system import children, safe_files
+from torchx_monarch.system.console import WriterThread
 from torchx_monarch.transport.connections import peer_pid
 
 _FOLDER = "flight_recorder"
@@ -47,8 +48,9 @@ _MAX_NUMBER = 1 << 53
 class FlightRecorders:
     """Receive dumps and process groups of this host's ranks, which connect to the socket file ``path``."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, disk: WriterThread) -> None:
         self.path = os.path.join(folder, "recorder")
+        self._disk = disk
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -79,7 +81,7 @@ class FlightRecorders:
                 else:
                     dumps += 1
                     if not rank.failure:  # when its interpreter ends, a program may destroy the groups
-                        _store(rank.directory, DUMPS[kind], data)
+                        await self._disk.run(_store, rank.directory, DUMPS[kind], data)
         if rank.recorder is connection:
             rank.recorder = None
         connection.answer(DUMP)

@@ -21,6 +21,7 @@ from torchx_monarch.model.job_result import EARLY_FAILURES_WITHIN, RankExit
 from torchx_monarch.model.world import World
 from torchx_monarch.system import error_files
 from torchx_monarch.system.children import end_orphans
+from torchx_monarch.system.console import WriterThread
 from torchx_monarch.system.untrusted_text import one_line
 from torchx_monarch.transport import messages
 
@@ -50,15 +51,17 @@ class ProcessPool:
 
     Args:
         marker: the value of ``processes.MARKER`` in their environment.
+        disk: see ``Host.disk``.
     """
 
-    def __init__(self, replica: int, hostname: str, marker: str) -> None:
+    def __init__(self, replica: int, hostname: str, marker: str, disk: WriterThread) -> None:
         self.world: World | None = None
         self.ranks: list[Rank] = []
         self.remains = ""
         self._replica = replica
         self._hostname = hostname
         self._marker = marker
+        self._disk = disk
         self._stops = 0
         self._memory = OutOfMemory()
         self._clearing = asyncio.Lock()
@@ -111,9 +114,12 @@ class ProcessPool:
         for rank in self.ranks:
             rank.send(number)
 
-    def exits(self) -> list[RankExit]:
+    async def exits(self) -> list[RankExit]:
         """Return the exits of the processes of this attempt that have ended."""
-        return [self._exit_of(rank) for rank in self.ranks if not rank.is_running]
+        ended = [rank for rank in self.ranks if not rank.is_running]
+        # All exits of a host must fit into one message.
+        limit = min(error_files.TRACEBACK_BYTES, messages.MAX_LINE // (4 * max(1, len(self.ranks))))
+        return await self._disk.run(lambda: [self._read_exit(rank, limit) for rank in ended])
 
     # -- what clients ask for ------------------------------------------------------------------------------------------
 
@@ -122,7 +128,7 @@ class ProcessPool:
         ranks = [own_rank for own_rank in self.ranks if rank in (None, own_rank.rank)]
         taken = await self._stacks.take(ranks, _STACKS_TIMEOUT)
         if save_as and ranks and ranks[0].directory is not None:
-            self._stacks.add(ranks[0].directory.parent, taken, save_as)
+            await self._stacks.add(ranks[0].directory.parent, taken, save_as)
         return taken
 
     async def profile(self, ranks: Collection[int], seconds: float, idle: bool) -> list[RankProfile]:
@@ -136,13 +142,13 @@ class ProcessPool:
         """Return a sample of each rank of the attempt."""
         from torchx_monarch.host.ranks.rank_samples import take_samples
 
-        return await take_samples(self.ranks, self._replica, self._hostname, self._marker)
+        return await take_samples(self.ranks, self._replica, self._hostname, self._marker, self._disk)
 
     @functools.cached_property
     def _stacks(self) -> RankStacks:
         from torchx_monarch.host.ranks.rank_stacks import RankStacks
 
-        return RankStacks(self._replica, self._hostname, self._marker)
+        return RankStacks(self._replica, self._hostname, self._marker, self._disk)
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
@@ -180,15 +186,17 @@ class ProcessPool:
             await asyncio.gather(*(rank.drain() for rank in ranks if not rank.is_running))
         return left
 
-    def _exit_of(self, rank: Rank) -> RankExit:
+    def _read_exit(self, rank: Rank, traceback_bytes: int) -> RankExit:
+        """Return the exit of a process with what its files say."""
         error: dict[str, Any] | None = None
         if rank.error_file:
             try:
-                # All exits of a host must fit into one message.
-                limit = min(error_files.TRACEBACK_BYTES, messages.MAX_LINE // (4 * len(self.ranks)))
-                error = error_files.read(rank.error_file, limit)
+                error = error_files.read(rank.error_file, traceback_bytes)
             except error_files.UnreadableError as unreadable:
                 error = {"message": f"its error file is unreadable: {unreadable}"}
+        return self._exit_of(rank, error)
+
+    def _exit_of(self, rank: Rank, error: dict[str, Any] | None = None) -> RankExit:
         assert rank.returncode is not None
         last_line = b""
         if error is None and rank.returncode > 0:

@@ -27,6 +27,7 @@ from torchx_monarch.model.env_names import INTERFACE, THIS_JOB
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.world import LaunchError, World
 from torchx_monarch.system import processes, run_dirs
+from torchx_monarch.system.console import WriterThread
 
 _COLLECTIVES_TIMEOUT = 1.0
 """Seconds for a rank to tell the state of its collectives. It takes milliseconds, unless it is stopped or holds the
@@ -45,11 +46,12 @@ class RankPool(ProcessPool):
         logs: RankLogs,
         starter: RankStarter,
         recorders: FlightRecorders,
+        disk: WriterThread,
         attach_socket: str,
         say: Callable[[str], None],
         on_first_output: Callable[[], None],
     ) -> None:
-        super().__init__(logs.replica, logs.hostname, logs.run.environ.get(processes.MARKER, ""))
+        super().__init__(logs.replica, logs.hostname, logs.run.environ.get(processes.MARKER, ""), disk)
         self.run = logs.run
         self.starter = starter
         self._logs = logs
@@ -109,11 +111,11 @@ class RankPool(ProcessPool):
             raise LaunchError(f"the working folder is gone: {os.readlink('/proc/self/cwd')}") from None
         stops = self._stops
         await self.starter.renew_importer()
-        if stops != self._stops:  # the attempt has ended while the modules were imported
-            raise LaunchError("the ranks were stopped before they were started")
         try:
             with contextlib.ExitStack() as unstarted:
-                ranks = [self._assign(world, local_rank, unstarted) for local_rank in range(self.starter.count)]
+                ranks = await self._disk.run(self._prepare_files, world, unstarted)
+                if stops != self._stops:  # the attempt has ended while the modules were imported, or the disk was slow
+                    raise LaunchError("the ranks were stopped before they were started")
                 if ranks:
                     await self.starter.start([(rank, self._describe(world, rank)) for rank in ranks])
                 if stops != self._stops:
@@ -143,19 +145,23 @@ class RankPool(ProcessPool):
             await self._stacks.write_before(number, running, running[0].directory.parent)
             await collecting
 
-    def _assign(self, world: World, local_rank: int, unstarted: contextlib.ExitStack) -> Rank:
-        number = world.first_rank(self._replica) + local_rank
-        rank = Rank(number, local_rank, self._on_first_output, world.attempt)
-        unstarted.callback(rank.discard)
-        rank.directory = self._logs.attach(rank.stdout, rank.stderr, world.log_attempt, number, local_rank)
-        rank.error_file = str(rank.directory / "error.json") if rank.directory is not None else ""
-        return rank
+    def _prepare_files(self, world: World, unstarted: contextlib.ExitStack) -> list[Rank]:
+        """Return the ranks of an attempt, with their folders and the destinations of their output."""
+        ranks = []
+        for local_rank in range(self.starter.count):
+            number = world.first_rank(self._replica) + local_rank
+            rank = Rank(number, local_rank, self._on_first_output, world.attempt)
+            unstarted.callback(rank.discard)
+            rank.directory = self._logs.attach(rank.stdout, rank.stderr, world.log_attempt, number, local_rank)
+            if rank.directory is not None:
+                rank.error_file = str(rank.directory / "error.json")
+                run_dirs.remove_tree(rank.error_file)
+                prepare_progress(rank.directory)
+            ranks.append(rank)
+        return ranks
 
     def _describe(self, world: World, rank: Rank) -> dict[str, Any]:
         run, program, local_rank = self.run, self.run.command.program_of(rank.local_rank), rank.local_rank
-        if rank.directory is not None:
-            run_dirs.remove_tree(rank.error_file)
-            prepare_progress(rank.directory)
         env = rank_environment(world, run.command.options, self._replica, local_rank, run.environ, rank.error_file)
         if self._timers is not None:
             env[FILE] = self._timers.path
@@ -175,6 +181,7 @@ class RankPool(ProcessPool):
             "breakpoints": self._attach_socket,
         }
 
-    def _exit_of(self, rank: Rank) -> RankExit:
+    def _read_exit(self, rank: Rank, traceback_bytes: int) -> RankExit:
         progress = read_progress(rank.directory, is_end=True)
-        return dataclasses.replace(super()._exit_of(rank), step=progress.step if progress is not None else None)
+        exit = super()._read_exit(rank, traceback_bytes)
+        return dataclasses.replace(exit, step=progress.step if progress is not None else None)

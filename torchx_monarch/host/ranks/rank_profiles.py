@@ -51,10 +51,12 @@ async def _sampled(rank: RankProfile, seconds: float, idle: bool, limit: int) ->
     with contextlib.ExitStack() as stack:
         try:
             # Files without a name: what py-spy prints may be long, and nobody reads it meanwhile.
-            samples, said = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            samples, said = await asyncio.to_thread(
+                lambda: [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
+            )
             options += ["--nonblocking", "--full-filenames", "--output", f"/proc/self/fd/{samples.fileno()}"]
             process, _ = children.start(
-                [_py_spy(), "record", "--pid", str(rank.pid), "--format", "raw", *options],
+                [await asyncio.to_thread(_py_spy), "record", "--pid", str(rank.pid), "--format", "raw", *options],
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,

@@ -21,6 +21,7 @@ from torchx_monarch.insight.rank_sample import DeviceUse, GroupStatus, Progress,
 from torchx_monarch.insight.step_progress import HEAD, MAX_METRICS, MAX_NAME, MAX_STEP, NAME, SIZE
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.system import process_status, processes, safe_files
+from torchx_monarch.system.console import WriterThread
 from torchx_monarch.system.untrusted_text import one_line
 
 _TIMEOUT = 0.5
@@ -36,7 +37,9 @@ _STATES = {"D": "uninterruptible", "T": "stopped", "t": "stopped", "Z": "zombie"
 """The states of the kernel that are no ordinary running or sleeping."""
 
 
-async def take_samples(ranks: Sequence[Rank], replica: int, hostname: str, marker: str) -> list[RankSample]:
+async def take_samples(
+    ranks: Sequence[Rank], replica: int, hostname: str, marker: str, disk: WriterThread
+) -> list[RankSample]:
     """Return a sample of each rank, also of those that have ended. Nothing is measured between two calls."""
     running = [rank for rank in ranks if rank.is_running]
 
@@ -49,12 +52,16 @@ async def take_samples(ranks: Sequence[Rank], replica: int, hostname: str, marke
         ]
 
     asking = asyncio.ensure_future(flight_recorders.status(running, _TIMEOUT))
-    # In a thread: NVIDIA's driver may take a while, and so may /proc and the disk.
+    reading = asyncio.ensure_future(disk.run(lambda: [read_progress(rank.directory) for rank in ranks]))
+    # In a thread: NVIDIA's driver may take a while, and so may /proc.
     samples = await asyncio.to_thread(measure)
     statuses = await asking
+    await asyncio.wait([reading], timeout=_TIMEOUT)
+    progress = reading.result() if reading.done() else [None] * len(samples)
+    reading.cancel()
     for place, sample in enumerate(samples):
         shortened = tuple(_shortened(number, group) for number, group in enumerate(statuses.get(sample.pid, ())))
-        samples[place] = dataclasses.replace(sample, groups=shortened)
+        samples[place] = dataclasses.replace(sample, groups=shortened, progress=progress[place])
     return samples
 
 
@@ -79,7 +86,6 @@ def _sample(
         rss_bytes=sum(use.rss_bytes for use in uses),
         last_output=last.last_at or None,
         last_line=one_line(last.last_line.decode(errors="replace"))[:_MAX_LINE],
-        progress=read_progress(rank.directory),
         devices=devices,
     )
 

@@ -19,6 +19,7 @@ from torchx_monarch.host.ranks.rank_main import OWN_FILES, STACKS_SIGNAL
 from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.insight.stacks import ProcessStacks, ThreadStack, parse_faulthandler, render
 from torchx_monarch.system import process_status, processes, safe_files
+from torchx_monarch.system.console import WriterThread
 from torchx_monarch.system.untrusted_text import one_line
 
 NAME = "stacks.txt"
@@ -51,10 +52,11 @@ _STATES = {
 class RankStacks:
     """Take the stacks of the ranks of a host, and write them into the folders of their attempts."""
 
-    def __init__(self, replica: int, hostname: str, marker: str) -> None:
+    def __init__(self, replica: int, hostname: str, marker: str, disk: WriterThread) -> None:
         self._replica = replica
         self._host = f"host {replica} ({hostname})"
         self._marker = marker
+        self._disk = disk
         self._writing: asyncio.Task[None] | None = None
 
     async def take(self, ranks: Iterable[Rank], timeout: float) -> list[ProcessStacks]:
@@ -73,27 +75,31 @@ class RankStacks:
         """
 
         async def write() -> None:
-            self.add(folder, await self.take(ranks, _STOP_TIMEOUT), f"before {signal.Signals(number).name}")
+            await self.add(folder, await self.take(ranks, _STOP_TIMEOUT), f"before {signal.Signals(number).name}")
 
         if self._writing is None or self._writing.done():
             self._writing = asyncio.ensure_future(write())
         # Not cancelled with a caller: another one may wait for it.
         await asyncio.wait([self._writing], timeout=2 * _STOP_TIMEOUT)
 
-    def add(self, folder: Path, stacks: Sequence[ProcessStacks], title: str) -> None:
+    async def add(self, folder: Path, stacks: Sequence[ProcessStacks], title: str) -> None:
         """Write stacks, if there are any, into the folder of an attempt; the title says when they were taken."""
         lines, now = render(stacks), time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
         if not lines:
             return
         text = "\n".join([f"{self._host}, {one_line(title)}, {now} UTC:", *lines, "", ""])
-        # Hosts may share the folder. Each adds its text by one write.
-        with contextlib.suppress(OSError):
-            file = safe_files.open_file(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, below=folder.parent)
-            try:
-                if os.fstat(file).st_size < _MAX_FILE:
-                    os.write(file, text.encode(errors="backslashreplace"))
-            finally:
-                os.close(file)
+        await self._disk.run(_append, folder / NAME, text.encode(errors="backslashreplace"))
+
+
+def _append(path: Path, text: bytes) -> None:
+    """Append a text by one write, unless the file is long: hosts may share the folder."""
+    with contextlib.suppress(OSError):
+        file = safe_files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, below=path.parent.parent)
+        try:
+            if os.fstat(file).st_size < _MAX_FILE:
+                os.write(file, text)
+        finally:
+            os.close(file)
 
 
 class _Taker:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,7 @@ class RankStarter:
 
         ``nproc`` is a number, or auto, cpu, gpu or xpu, which torch resolves.
         """
-        if why := self._run.why_no_python():
+        if why := await asyncio.to_thread(self._run.why_no_python):
             raise LaunchError(f"cannot start the Python interpreter {why}")
         # Unknown as yet, the zygote gets the environment of several ranks.
         self.count = int(nproc) if nproc.isdigit() else 2
@@ -122,7 +123,7 @@ class RankStarter:
         zygote = await self.importer()
         if zygote is not None:
             with contextlib.suppress(ZygoteError):  # its next order says so
-                if not await zygote.is_current(self._run.program_folder()):
+                if not await zygote.is_current(await asyncio.to_thread(self._run.program_folder)):
                     zygote.close()
                     await self.importer()
 

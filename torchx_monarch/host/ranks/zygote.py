@@ -84,18 +84,18 @@ class Zygote(children.Child):
         """
         program = run.command.program_of(0)
         self.signature = run.signature(count)
-        order = {
-            "op": "lead",
-            "mode": program.mode,
-            "target": program.target,
-            "path": source_path(program.mode, program.target, run.cwd or os.getcwd()),
-            "cwd": run.cwd,
-            "env": dict(run.added),
-            "statements": run.leading,
-        }
         before = self._importing
 
         async def lead() -> dict[str, Any]:
+            order = {
+                "op": "lead",
+                "mode": program.mode,
+                "target": program.target,
+                "path": await asyncio.to_thread(source_path, program.mode, program.target, run.cwd or os.getcwd()),
+                "cwd": run.cwd,
+                "env": dict(run.added),
+                "statements": run.leading,
+            }
             line = json.dumps(order).encode() + b"\n"
             return {**await before, **await self._ask("lead", line, (), _IMPORT_TIMEOUT)}
 
