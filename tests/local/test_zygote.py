@@ -55,6 +55,17 @@ def test_a_process_listing_shows_the_command_however_long(folder: Path, script: 
     assert said(hosts) == dict.fromkeys((0, 1), f"-u|{path}|--lr|1 2|{long}|")
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_the_processor_to_which_openmp_binds_the_zygote_is_no_choice_of_the_program(
+    folder: Path, script: Callable[[str], str]
+) -> None:
+    path = script("import torch\nprint(torch.get_num_threads(), len(os.sched_getaffinity(0)), flush=True)")
+    environ = {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores", "OMP_NUM_THREADS": "2"}
+    hosts = Hosts(folder, torchrun(path, nproc=1), options=("--preload", "torch"), environ=environ).start()
+    assert hosts.wait() == [0], hosts.err()
+    assert said(hosts) == {0: "2 1"}  # as under torchrun
+
+
 UNSAFE = {
     "a thread": ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), name='mine', daemon=True)"
                  ".start()", "mod runs a thread (mine)"),

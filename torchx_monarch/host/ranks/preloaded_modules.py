@@ -75,6 +75,7 @@ class PreloadedModules:
         if name == "torch" and "tqdm" in brought:
             _leave_tqdm_to_program([sys.modules[module] for module in brought])
         self._brought[name.partition(".")[0]] = brought
+        self._cpus = os.sched_getaffinity(0)  # with OMP_PROC_BIND, libgomp binds the thread that loads it
 
     def hide(self) -> None:
         """Hide the modules before a program begins; a second time those alone that its beginning has not imported."""
@@ -105,6 +106,7 @@ class PreloadedModules:
     def show(self) -> None:
         """Have this process find the modules that are hidden; the program has not begun, or ``hide`` follows."""
         sys.modules.update(self._hidden)
+        self._cpus = os.sched_getaffinity(0)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return the spec of a hidden module, with this object as its loader."""
