@@ -146,7 +146,9 @@ def test_the_first_statement_that_may_change_an_import_ends_them(what: str, tmp_
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "prog.py").write_text(f"import sklearn\n{ENDS[what]}\nimport pandas")
-    assert leading_statements("script", "prog.py", str(tmp_path), ()) == ((1, "import sklearn"),)
+    found = leading_statements("script", "prog.py", str(tmp_path), ())
+    assert found.statements == ((1, "import sklearn"),)
+    assert found.end.startswith("prog.py:2 ")
 
 
 def test_imports_and_constants_are_leading_up_to_the_last_import_of_interest(tmp_path: Path) -> None:
@@ -163,7 +165,7 @@ from transformers import (
 import torch.nn
 '''
     (tmp_path / "prog.py").write_text(text)
-    assert leading_statements("script", "prog.py", str(tmp_path), ("torch",)) == (
+    assert leading_statements("script", "prog.py", str(tmp_path), ("torch",)).statements == (
         (3, "import os"),
         (3, "import torch as t"),
         (4, "os.environ['HF_HOME'] = '/a'"),
@@ -171,7 +173,7 @@ import torch.nn
         (7, "from transformers import Trainer, pipeline as p"),
     )
     (tmp_path / "prog.py").write_text(text.replace("transformers", "torch"))
-    assert leading_statements("script", "prog.py", str(tmp_path), ("torch",)) == ()
+    assert leading_statements("script", "prog.py", str(tmp_path), ("torch",)).statements == ()
 
 
 def test_a_module_has_leading_statements_if_its_packages_are_empty(tmp_path: Path) -> None:
@@ -180,8 +182,8 @@ def test_a_module_has_leading_statements_if_its_packages_are_empty(tmp_path: Pat
     (tmp_path / "package" / "prog.py").write_text("import sklearn")
     for text, found in (("", ((1, "import sklearn"),)), ("import mine", ())):
         init.write_text(text)
-        assert leading_statements("module", "package.prog", str(tmp_path), ()) == found
-    assert leading_statements("module", "nosuch", str(tmp_path), ()) == ()
+        assert leading_statements("module", "package.prog", str(tmp_path), ()).statements == found
+    assert leading_statements("module", "nosuch", str(tmp_path), ()).statements == ()
 
 
 @pytest.mark.parametrize(
@@ -189,6 +191,6 @@ def test_a_module_has_leading_statements_if_its_packages_are_empty(tmp_path: Pat
 )
 def test_what_is_no_program_has_none(text: str, tmp_path: Path) -> None:
     (tmp_path / "prog.py").write_text(text)
-    assert leading_statements("script", "prog.py", str(tmp_path), ()) == ()
-    assert leading_statements("script", str(tmp_path), "/", ()) == ()
-    assert leading_statements("code", "import sklearn", "/", ()) == ()
+    assert leading_statements("script", "prog.py", str(tmp_path), ()).statements == ()
+    assert leading_statements("script", str(tmp_path), "/", ()).statements == ()
+    assert leading_statements("code", "import sklearn", "/", ()).statements == ()

@@ -62,7 +62,7 @@ def test_ranks_that_took_long_to_their_group_are_a_hint(seconds: float, hints: i
     why = "train.py:7 import wandb: it runs a thread (x)"
     started["hosts"][0]["unshared"] = why
     shown = lines_of(replace(app(State.SUCCEEDED), events=[met, started, ended]))
-    assert sum(line.endswith(f"formed; the first import that they do not share: {why}") for line in shown) == hints
+    assert sum(line.endswith(f"formed; the first statement that they do not share: {why}") for line in shown) == hints
 
 
 def frames(*paths: str) -> str:

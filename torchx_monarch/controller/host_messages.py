@@ -85,7 +85,7 @@ class Launched:
     imported: tuple[float, ...] = ()
     """When the import of which the ranks are forks began and ended, by the host's clock; empty if there was none."""
     unshared: str = ""
-    """The first leading statement that the ranks cannot share, and why; empty if they share all."""
+    """The first statement that the ranks do not share, and why; empty if that is not known."""
     facts: HostFacts = dataclasses.field(default_factory=dict)
     """Those that cost nothing: versions that the zygote has found, and the script."""
 

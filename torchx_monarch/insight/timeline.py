@@ -150,7 +150,7 @@ class RoleView:
         failure: the last failure of ranks, or before a restart.
         hang: the hang that the ranks are in, or were in when they were stopped.
         breakpoints: where ranks wait for a debugger, by rank.
-        unshared: the first import that forked ranks do not share, with the reason.
+        unshared: the first statement that forked ranks do not share, with the reason.
     """
 
     name: str

@@ -244,10 +244,9 @@ def _hint(timeline: Timeline) -> str:
         return ""
     unshared = next((role.unshared for role in timeline.roles if role.unshared), "")
     shared = (
-        f"the first import that they do not share: {one_line(unshared)}"
+        f"the first statement that they do not share: {one_line(unshared)}"
         if unshared
-        else "with -cfg preload=auto, what a program imports in its first statements is imported once per host, and "
-        "what it imports later by each rank"
+        else "how they can share imports: docs/how_to/slow_imports.md"
     )
     return f"ranks took {seconds:.1f} s or more until their process group had formed; {shared}"
 

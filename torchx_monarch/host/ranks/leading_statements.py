@@ -15,6 +15,7 @@ import pkgutil
 import sys
 import warnings
 from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 from torchx_monarch.host.ranks.preloaded_modules import is_read_at_import
 
@@ -34,7 +35,14 @@ _SETS_UP_DYNAMO = (b"TORCHDYNAMO", b"TORCHINDUCTOR", b"TORCH_COMPILE")
 """Texts in a program that sets variables which that import reads."""
 
 
-def leading_statements(mode: str, target: str, folder: str, preloaded: Collection[str]) -> tuple[Statement, ...]:
+class Leading(NamedTuple):
+    """The leading statements of a program, and its first other statement, with file and line; empty if it has none."""
+
+    statements: tuple[Statement, ...]
+    end: str
+
+
+def leading_statements(mode: str, target: str, folder: str, preloaded: Collection[str]) -> Leading:
     """Return the leading statements of a Python program, up to the last one that imports other than ``preloaded``.
 
     The import of ``torch._dynamo`` is added for a program whose ranks would execute it when they begin to train.
@@ -48,24 +56,29 @@ def leading_statements(mode: str, target: str, folder: str, preloaded: Collectio
     path = source_path(mode, target, folder)
     source = _read(path)
     if not source.strip():
-        return ()
+        return Leading((), f"{target}: Python executes other files first, or no file")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the program prints its own
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ()  # the program reports it, if its interpreter finds it wrong, too
+        return Leading((), "")  # the program reports it, if its interpreter finds it wrong, too
     # A folder without ``__init__.py`` does not come before an installed package.
     own = {module.name for module in pkgutil.iter_modules([program_folder(mode, target, folder)])}
-    statements, end = list[Statement](), 0
+    statements, end, other = list[Statement](), 0, ""
     for line, text, package in _leading(tree, own):
+        if package is None:
+            first = text.partition("\n")[0]
+            other = f"{os.path.basename(path)}:{line} {first[:60]}: the first statements, which ranks share, end here"
+            break
         statements.append((line, text))
         if package and package not in preloaded and package not in sys.stdlib_module_names:
             end = len(statements)
     is_dynamo_used = any(text in source for text in _USES_DYNAMO) and not any(
         text in source for text in _SETS_UP_DYNAMO
     )
-    return (*statements, _DYNAMO) if is_dynamo_used and "torch" in preloaded else tuple(statements[:end])
+    is_dynamo_used = is_dynamo_used and "torch" in preloaded
+    return Leading((*statements, _DYNAMO) if is_dynamo_used else tuple(statements[:end]), other)
 
 
 def program_folder(mode: str, target: str, folder: str) -> str:
@@ -94,16 +107,18 @@ def _read(path: str) -> bytes:
     return b""
 
 
-def _leading(tree: ast.Module, own: Collection[str]) -> Iterator[tuple[int, str, str]]:
-    """Yield the line and the text of each leading statement, and the package that it imports, if any."""
+def _leading(tree: ast.Module, own: Collection[str]) -> Iterator[tuple[int, str, str | None]]:
+    """Yield the line and the text of each leading statement, and the package that it imports, if any.
+
+    The first other statement has None.
+    """
     for node in tree.body:
         match node:
             case ast.Import(names=names):
                 for alias in names:
                     package = alias.name.partition(".")[0]
-                    if package in own or package == _RUNS_A_THREAD:
-                        return
-                    yield node.lineno, ast.unparse(ast.Import([alias])), package
+                    is_other = package in own or package == _RUNS_A_THREAD
+                    yield node.lineno, ast.unparse(ast.Import([alias])), None if is_other else package
             case ast.ImportFrom(module="__future__"):
                 pass
             case ast.ImportFrom(module=str(module), level=0) if module.partition(".")[0] not in {*own, _RUNS_A_THREAD}:
@@ -127,7 +142,7 @@ def _leading(tree: ast.Module, own: Collection[str]) -> Iterator[tuple[int, str,
             ) if ast.unparse(environ) == "os.environ" and not is_read_at_import(name):
                 yield node.lineno, ast.unparse(node), ""
             case _:
-                return
+                yield node.lineno, ast.unparse(node), None
 
 
 def _is_constant(node: ast.expr) -> bool:

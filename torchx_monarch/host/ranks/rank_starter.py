@@ -28,7 +28,7 @@ class RankStarter:
         count: number of ranks on this host; 0 before ``prepare``.
         imported: when the import of the modules began and ended, in seconds since the epoch; empty without one.
         versions: of Python, torch and others, as the zygote has found them; empty without one.
-        unshared: the first leading statement that the ranks cannot share, and why; empty if they share all.
+        unshared: the first statement that the ranks do not share, and why; empty if that is not known.
     """
 
     def __init__(self, run: RunSpec, zygotes: Zygotes, say: Callable[[str], None]) -> None:
@@ -113,13 +113,15 @@ class RankStarter:
             if answer["unsafe"] and self._forks:
                 self._forks = False
                 self._say(f"the ranks are not forks of one interpreter: {answer['unsafe']}")
-            self.imported, self.unshared = zygote.imported, answer.get("unshared", "")
+            self.imported, self.unshared = zygote.imported, answer.get("unshared", "") or self._run.leading_end
             self.versions = answer["versions"]
             return zygote
         return None
 
     async def renew_importer(self) -> None:
-        """Replace the zygote if the files of the modules that it has imported for this program have changed since."""
+        """Replace the zygote if the program's leading statements, or what they have read, have changed since."""
+        if self._run.leading:
+            self._run = await asyncio.to_thread(self._run.with_leading)
         zygote = await self.importer()
         if zygote is not None:
             with contextlib.suppress(ZygoteError):  # its next order says so

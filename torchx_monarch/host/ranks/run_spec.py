@@ -39,6 +39,7 @@ class RunSpec:
             zygote knows the program.
         forks: whether ranks are forks of the zygote, if it has modules; else they are interpreters of their own.
         leading: the leading statements of the program, which the zygote executes as well.
+        leading_end: the statement that ends them (``Leading``); empty without them.
     """
 
     command: Command
@@ -48,6 +49,7 @@ class RunSpec:
     cwd: str | None = None
     forks: bool = True
     leading: tuple[Statement, ...] = ()
+    leading_end: str = ""
 
     @property
     def environ(self) -> Mapping[str, str]:
@@ -99,7 +101,7 @@ class RunSpec:
             return self
         packages = {*self.preload, *(["numpy"] if "torch" in self.preload else [])}
         found = leading_statements(program.mode, program.target, self.cwd or os.getcwd(), packages)
-        return dataclasses.replace(self, leading=found)
+        return dataclasses.replace(self, leading=found.statements, leading_end=found.end)
 
     def start_folder(self) -> str | None:
         """Return the folder in which the zygote starts; None for that of the host process.
