@@ -200,8 +200,9 @@ class Difference(Enum):
         "What the interpreters of a host's ranks share",
         "nothing",
         "addresses in memory (`id`, ASLR), the seed of string hashes, and what preloaded modules have computed "
-        "when they were imported, such as ids; with `-cfg ranks=fresh` nothing. Made anew in each rank: random "
-        "generators, unless their module has given them a seed, `multiprocessing` keys, `tempfile` and the like",
+        "when they were imported; with `-cfg ranks=fresh` nothing. Made anew in each rank: ids, tokens and times "
+        "that modules keep, random generators, unless their module has given them a seed, `multiprocessing` keys, "
+        "`tempfile` and the like",
         "they are forks of one interpreter. Hashes and addresses decide the order of sets alone, unless a program "
         "takes them for a seed. A module that seeds the generators of `random`, numpy or torch, or makes memory that "
         "forks share, is imported by each rank",

@@ -6,6 +6,7 @@ The ranks have an environment of their own, in which the only packages that are 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -21,12 +22,12 @@ from tests.ports import free_port
 
 OPTIONS = ("--grace", "5", "--preload", "auto")
 
-HEAD = "import os\npid = os.getpid()\n"
-"""Stands before the text of each module: the process that has imported it."""
+HEAD = "import os\nsession = os.getsid(0)\n"
+"""Stands before the text of each module: the session of the process that has imported it. Each rank has its own."""
 
 AHEAD = """
 import os
-ahead = lambda *modules: [module.__name__ for module in modules if module.pid != os.getpid()]
+ahead = lambda *modules: [module.__name__ for module in modules if module.session != os.getsid(0)]
 """
 
 IMPORTS = f"""
@@ -146,6 +147,88 @@ def test_modules_of_the_user_are_never_imported_ahead(run: Callable[..., set[str
         assert lines - {"imported"} == {"['pack']"}, name
 
 
+KEEPS = """
+import datetime, secrets, time, uuid
+from time import time as now
+identifier, text, dated = uuid.uuid4(), f"id-{uuid.uuid4()}", uuid.uuid1().hex
+data, token, url, number = os.urandom(16), secrets.token_hex(8), secrets.token_urlsafe(), secrets.randbits(128)
+pid, began, nanoseconds, ticks = os.getpid(), now(), time.time_ns(), time.perf_counter()
+day = datetime.datetime.now()
+"""
+"""A module that keeps values of its process."""
+
+NAMES = ("identifier", "text", "dated", "data", "token", "url", "number", "pid", "began", "nanoseconds", "ticks", "day")
+
+
+def test_values_of_its_process_that_a_module_keeps_are_those_of_each_rank(
+    output: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    install(tmp_path, "pack/part.py", KEEPS)
+    install(tmp_path, "other.py", "from pack.part import identifier, text")
+    text = f"""
+import other
+import pack.part as part
+{AHEAD}
+import json, time
+same = [other.identifier, other.text, part.pid, part.now] == [part.identifier, part.text, os.getpid(), time.time]
+values = {{name: str(value) for name, value in vars(part).items() if name in {sorted(NAMES)!r}}}
+print(json.dumps([len(ahead(other, part)), same, values]), flush=True)
+"""
+    processes = [json.loads(line) for _ in range(2) for line in output(text)]
+    assert [process[:2] for process in processes] == [[2, True]] * 4
+    assert {name: len({process[2][name] for process in processes}) for name in NAMES} == dict.fromkeys(NAMES, 4)
+
+
+READS = {
+    "a file": "with open('settings') as file:\n    value = file.read()",
+    "a file that is not there": "value = str(os.path.exists('more'))",
+    "a file of pathlib's that is not there": "import pathlib\nvalue = str(pathlib.Path('more').is_file())",
+    "a folder": "value = '+'.join(sorted(os.listdir('plugins')))",
+    "a search in a folder": "import glob\nvalue = str(len(glob.glob('plugins/*.py')))",
+}
+
+
+def test_what_an_import_has_read_of_files_is_read_again_once_it_changes(
+    run: Callable[..., set[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "settings").write_text("old")
+    for number, what in enumerate(READS):
+        install(tmp_path, f"reads{number}.py", READS[what])
+    names = [f"reads{number}" for number in range(len(READS))]
+    imports = "".join(f"import {name}\n" for name in names)
+    text = (
+        f"{imports}{AHEAD}\nprint(*[module.value for module in ({', '.join(names)})], len(ahead({', '.join(names)})))"
+    )
+    assert run(text, cwd=str(tmp_path)) == {"old False False  0 5"}
+    (tmp_path / "output").touch()  # what a run leaves behind changes no import
+    assert run(text, cwd=str(tmp_path)) == {"old False False  0 5"}
+    (tmp_path / "settings").write_text("new")
+    (tmp_path / "more").touch()
+    (tmp_path / "plugins" / "a.py").touch()
+    assert run(text, cwd=str(tmp_path)) == {"new True True a.py 1 5"}
+
+
+def test_a_restart_reads_an_edited_program_and_configuration_again(folder: Path, python: str, tmp_path: Path) -> None:
+    install(tmp_path, "other.py", f"with open({str(tmp_path / 'settings')!r}) as file:\n    value = file.read()")
+    (tmp_path / "settings").write_text("old")
+    program, first = tmp_path / "prog.py", 'import os\nos.environ["MODE"] = "a"\n'
+    program.write_text(f"""{first}import other
+{AHEAD}
+print(other.value, os.environ.get("MODE"), *ahead(other), flush=True)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    import pathlib, sys
+    program = pathlib.Path(sys.argv[0])
+    program.write_text(program.read_text().removeprefix({first!r}))
+    program.with_name("settings").write_text("new")
+    sys.exit(1)
+""")
+    command = [python, "-m", "torch.distributed.run", "--tee", "3", "--nproc-per-node", "1", "--max-restarts", "1"]
+    hosts = Hosts(folder, [*command, str(program)], options=OPTIONS).start()
+    assert hosts.wait() == [0], hosts.err()
+    assert hosts.out().splitlines() == ["[default0]:old a other", "[default0]:new None other"]
+
+
 CHANGES = {
     "a module beside the program": ("helper.py", "version = 22"),
     "an edit of the same length": ("venv/lib/{python}/site-packages/helper.py", f"{HEAD}version = 3"),
@@ -188,6 +271,24 @@ UNSAFE = {
         "own = os.getpid()\nif not os.fork():\n    import time\n    while os.getppid() == own:\n"
         "        time.sleep(0.1)\n    os._exit(0)"
     ),
+    "a token in a class": "import uuid\nclass Session:\n    token = uuid.uuid4().hex",
+    "a token that is a key": "import uuid\nkey = uuid.uuid4().hex\nnames = {key: 1}",
+    "a token that is a default": "import secrets\ndef connect(token=secrets.token_hex()):\n    pass",
+    "a token in a closure": "import uuid\ndef make(own):\n    return lambda: own\nidentify = make(uuid.uuid4())",
+    "a token that is cached": (
+        "import functools, uuid\n@functools.lru_cache\ndef identify():\n    return str(uuid.uuid4())\nidentify()"
+    ),
+    "a process id in a slot": "class Owner:\n    __slots__ = ('pid',)\nowner = Owner()\nowner.pid = os.getpid()",
+    "a process id in a text": "name = f'lock-{os.getpid()}'",
+    "a process id in a list": "owners = [os.getpid()]",
+    "the date": "import time\nname = time.strftime('run-%Y%m%d-%H%M')",
+    "random letters": "import secrets\nname = ''.join(secrets.choice('abcdefgh') for _ in range(8))",
+    "a random number": "import random\nnumber = random.randint(0, 1 << 60)",
+    "a file of the process": "with open('/proc/self/stat') as file:\n    pass",
+    "a device": "with open('/dev/urandom', 'rb') as file:\n    file.read(8)",
+    "a log": "with open(__file__ + '.log', 'a') as file:\n    file.write('imported')",
+    "a connection": "import socket\nsocket.socket().connect_ex(('127.0.0.1', 9))",
+    "a child that has ended": "import subprocess\nsubprocess.run(['true'])",
     "an exit": "import sys\nhasattr(sys, 'argv') or sys.exit(3)",
     "an error": "import sys\nassert hasattr(sys, 'argv'), 'no'",
 }

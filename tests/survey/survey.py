@@ -180,8 +180,8 @@ class _Examination:
                     raise _StatementError(f"a rank cannot execute it: {result}")
                 ranks += [self._read(f"run{number}", rank) for rank in (0, 1)]
                 hosts = [host for event in live.events() if event["kind"] == "ranks" for host in event["hosts"]]
-                if unshared := next((why for host in hosts if (why := host.get("unshared", ""))), ""):
-                    return [], str(unshared)
+                if unshared := [host["unshared"] for host in hosts if host["unshared"].startswith("program.py:1 ")]:
+                    return [], str(unshared[0])
         finally:
             live.kill()
         return ranks, ""

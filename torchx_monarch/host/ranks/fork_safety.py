@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -38,13 +38,16 @@ class Resources:
             return "a tracer or profiler is active in their interpreter"
         return ""
 
-    def what_is_new(self, module: str) -> str:
-        """Return what the import of a module has added that forbids forks; empty if nothing."""
-        now = Resources(self._fork)
+    def what_is_new(self, module: str, places: Mapping[str, str] | None = None) -> str:
+        """Return what the import of a module has added that forbids forks; empty if nothing.
+
+        ``places`` are the modules and lines that have made threads or opened files, by their names.
+        """
+        found, now = places or {}, Resources(self._fork)
         if why := now.tracer():
             return f"{why} since the import of {module}"
         if named := [running.name for running in threading.enumerate() if running is not threading.main_thread()]:
-            return f"{module} runs a thread ({named[0]})"
+            return f"{found.get(named[0], module)} runs a thread ({named[0]})"
         if now._threads > self._threads:
             # numpy's OpenBLAS, for one, ends its threads before every fork and starts them again when it needs them.
             if (copy := self._fork()) == 0:
@@ -56,7 +59,8 @@ class Resources:
             if (name := _read(f"/proc/self/task/{thread}/comm")) != "jemalloc_bg_thd":
                 return f"{module} runs a thread ({name})"
         for number in now._descriptors.keys() - self._descriptors.keys():
-            return f"{module} keeps {now._descriptors[number]} open"
+            path = now._descriptors[number]
+            return f"{found.get(path, module)} keeps {path} open"
         for child in now._children - self._children:
             return f"{module} runs a process ({_read(f'/proc/{child}/comm')})"
         for path in now._shared - self._shared:

@@ -22,15 +22,6 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-_OF_A_RANK = frozenset(
-    (
-        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"),
-        *("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
-        *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "GLOO_SOCKET_IFNAME"),
-    )
-)
-"""Variables that the zygote lacks, beside TORCHELASTIC_*; those of devices may differ between ranks."""
-
 _RANK_ZERO = {
     "lightning.fabric.utilities.rank_zero": ("RANK", "LOCAL_RANK"),
     "lightning_fabric.utilities.rank_zero": ("RANK", "LOCAL_RANK"),
@@ -39,10 +30,8 @@ _RANK_ZERO = {
 """Modules whose only use of a rank's variables at import is ``rank_zero_only.rank``, from the first of these that is
 set (lightning 2.6, torchmetrics 1.9): a rank sets it anew."""
 
-_HARMLESS = {*_RANK_ZERO, "fsspec.config", "tqdm.utils", "preloaded_modules.py"}
-"""Modules that may read a rank's variables. ``fsspec`` and ``tqdm`` take from all those that begin with FSSPEC_ or
-TQDM_."""
-
+_HARMLESS = {*_RANK_ZERO, "tqdm.utils", "preloaded_modules.py"}
+"""Modules that may read a rank's variables. ``tqdm`` takes from all those that begin with TQDM_."""
 
 _REASON_BYTES = 1000
 """Bytes of a reason at most, of which a pipe takes 4096 at once (PIPE_BUF)."""
@@ -59,10 +48,6 @@ sys.exit(code)
 """A program that has a copy of the process that it was go on, for a reason, and ends as the copy does."""
 
 
-class _MustNotBeShared(BaseException):
-    """Raised in a statement that ranks must execute themselves; the message says why."""
-
-
 class LeadingImports:
     """Execute the leading statements of an order (see ``zygote_main``), and remember what they depend on.
 
@@ -72,7 +57,7 @@ class LeadingImports:
         unshared: the first statement that ranks cannot share, where it is, and why; empty if they share all.
     """
 
-    def __init__(self, order: dict[str, Any], path0: str) -> None:
+    def __init__(self, order: dict[str, Any], path0: str, watch: dict[str, Any]) -> None:
         self.environ = dict(os.environ)
         self.output = (b"", b"")
         self.unshared = ""
@@ -80,6 +65,8 @@ class LeadingImports:
         self._path = order["path"]
         self._has_path0 = bool(path0)
         self._installed = _InstalledModules(path0)
+        self._watch: Any = watch["ImportWatch"](self._path, self._installed.places, _HARMLESS)
+        self._must_not_be_shared: type[BaseException] = watch["MustNotBeShared"]
         self._set: dict[bytes, bytes] = {}
         self._packages: set[str] = set()
         self._files: dict[str, tuple[int, int]] = {}
@@ -115,7 +102,8 @@ class LeadingImports:
                     break
                 resources = safety["Resources"](fork)
                 why = self._execute(line, text, main) or problem()
-                why = why or resources.what_is_new("it") or generators.seeded_by("it")
+                why = why or resources.what_is_new("it", self._watch.places) or generators.seeded_by("it")
+                why = why or self._watch.problem(sys.modules.keys() - imported)
                 if not why and output.sizes() != printed and not sys.modules.keys().isdisjoint(_RANK_ZERO):
                     why = "it prints on rank 0 alone"
                 if why:
@@ -131,14 +119,15 @@ class LeadingImports:
         new = set(sys.modules) - before
         self._packages = {name.partition(".")[0] for name in new}
         self._files = self._installed.files_of(new)
-        return [generators.stop(), _renew_rank_zero]
+        return [generators.stop(), _renew_rank_zero, self._watch.renew]
 
     def _execute(self, line: int, text: str, main: types.ModuleType) -> str:
         """Execute a statement; return why it must not be shared, if that is found at once."""
         before = dict(vars(os.environ)["_data"])  # reading os.environ itself is watched
         try:
-            exec(compile("\n" * (line - 1) + text, self._path, "exec", dont_inherit=True), vars(main))
-        except _MustNotBeShared as error:
+            with self._watch.watching():
+                exec(compile("\n" * (line - 1) + text, self._path, "exec", dont_inherit=True), vars(main))
+        except self._must_not_be_shared as error:
             return str(error)
         except BaseException as error:
             return f"{type(error).__name__}: {error}"
@@ -152,45 +141,22 @@ class LeadingImports:
     @contextlib.contextmanager
     def _watched(self) -> Iterator[Callable[[], str]]:
         """Watch what statements read and import; yield a function that returns what must not be shared, if anything."""
-        handlers, folder, path0 = _signal_handlers(), os.getcwd(), sys.path[:1]
-        kind, argv, names = os.environ.__class__, sys.argv, vars(tempfile)["_name_sequence"]
-        found = list[str]()
-
-        def stop(what: str) -> None:
-            found.append(what)
-            raise _MustNotBeShared(what)
-
-        class _Environ(kind):  # type: ignore[valid-type, misc]
-            def __getitem__(self, name: str) -> str:
-                if name in _OF_A_RANK or str(name).startswith("TORCHELASTIC_"):
-                    _read(name, stop)
-                return str(super().__getitem__(name))
-
-            def __iter__(self) -> Iterator[str]:
-                _read("all variables", stop)
-                return iter(super().__iter__())
+        handlers, path0, argv = _signal_handlers(), sys.path[:1], sys.argv
 
         def problem() -> str:
-            if found:  # also if the module has caught the exception
-                return found[0]
             if _signal_handlers() != handlers:
                 return "it sets a signal handler"
-            if os.getcwd() != folder or sys.path[:1] != path0:
-                return "it changes the working folder or the beginning of sys.path"
-            if vars(tempfile)["_name_sequence"] is not None:
-                return "it makes a temporary file"  # which the first rank that ends may remove for all
-            return ""
+            return "it changes the beginning of sys.path" if sys.path[:1] != path0 else ""
 
-        guard: Any = _Guard(self._installed, stop)
-        os.environ.__class__, vars(tempfile)["_name_sequence"] = _Environ, None
+        guard: Any = _Guard(self._installed, self._watch.stop)
         del sys.argv  # another run may have other arguments
         sys.meta_path.insert(0, guard)
         try:
-            yield problem
+            with self._watch.replaced_functions():
+                yield problem
         finally:
             sys.meta_path.remove(guard)
-            os.environ.__class__, sys.argv = kind, argv
-            vars(tempfile)["_name_sequence"] = names
+            sys.argv = argv
 
     def is_current(self, path0: str) -> bool:
         """Return whether an interpreter of its own would import the same files now.
@@ -203,6 +169,7 @@ class LeadingImports:
         specs = (importlib.machinery.PathFinder.find_spec(name, places) for name in self._packages)
         return (
             self._installed.are_unchanged()
+            and self._watch.is_current()
             and self._files == _stamps(self._files)
             and not any(spec.loader and self._installed.foreign(spec) for spec in specs if spec)
         )
@@ -247,16 +214,6 @@ def _renew_rank_zero() -> None:
         if name in sys.modules:
             numbers = (os.environ[variable] for variable in variables if variable in os.environ)
             vars(sys.modules[name])["rank_zero_only"].rank = int(next(numbers, 0))
-
-
-def _read(what: str, stop: Callable[[str], None]) -> None:
-    """Stop a statement that reads something, unless a module of _HARMLESS reads it."""
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame and frame.f_globals.get("__name__") in ("os", "collections.abc"):
-        frame = frame.f_back
-    module = frame.f_globals.get("__name__") if frame else None
-    if module not in _HARMLESS:
-        stop(f"{module} reads {what} when it is imported")
 
 
 class _Guard:
@@ -321,19 +278,19 @@ class _InstalledModules:
         roots = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
         if site.ENABLE_USER_SITE:
             roots.append(site.getusersitepackages())
-        self._places = _folders(*roots)
+        self.places = _folders(*roots)
         own = _folders(*filter(None, [*os.environ.get("PYTHONPATH", "").split(os.pathsep), program_folder]))
-        self._own = tuple(path for path in own if path.startswith(self._places))
+        self._own = tuple(path for path in own if path.startswith(self.places))
         self._standard = _folders(sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-        self._times = _stamps(self._places)
+        self._times = _stamps(self.places)
 
     def foreign(self, spec: importlib.machinery.ModuleSpec) -> str:
         """Return the file or folder of a module that is neither installed nor Python's own; else empty."""
         paths = [spec.origin] if spec.has_location else spec.submodule_search_locations or ()
         for path in filter(None, paths):
             real = os.path.realpath(path)
-            is_installed = real.startswith(self._places) and not real.startswith(self._own)
-            if not is_installed and (real.startswith(self._places) or not real.startswith(self._standard)):
+            is_installed = real.startswith(self.places) and not real.startswith(self._own)
+            if not is_installed and (real.startswith(self.places) or not real.startswith(self._standard)):
                 return str(path)
         return ""
 
@@ -343,7 +300,7 @@ class _InstalledModules:
         return _stamps(str(spec.origin) for spec in specs if isinstance(spec, importlib.machinery.ModuleSpec))
 
     def are_unchanged(self) -> bool:
-        return _stamps(self._places) == self._times
+        return _stamps(self.places) == self._times
 
 
 def _stamps(paths: Iterable[str]) -> dict[str, tuple[int, int]]:

@@ -139,7 +139,8 @@ def _lead(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
     program["has_path0"] = is_set = program["set_path0"](order["mode"], order["target"])
     preloaded = program["preloaded"]
     preloaded.hide()
-    leading = run_sibling_file("leading_imports.py")["LeadingImports"](order, sys.path[0] if is_set else "")
+    path0, watch = sys.path[0] if is_set else "", run_sibling_file("import_watch.py")
+    leading = run_sibling_file("leading_imports.py")["LeadingImports"](order, path0, watch)
     program["leading"] = leading
     _renewals.extend(leading.execute(fork, run_sibling_file("fork_safety.py"), preloaded.hide_again))
     gc.freeze()
@@ -409,7 +410,7 @@ def _renew_state() -> None:
         vars(sys.modules["logging"])["_startTime"] = start  # from which relativeCreated of a record counts
     if "tempfile" in sys.modules:
         vars(sys.modules["tempfile"])["tempdir"] = None  # the rank may have another TMPDIR
-    if process := sys.modules.get("multiprocessing.process"):
+    for process in filter(None, map(sys.modules.get, ("multiprocessing.process", "multiprocess.process"))):
         process.current_process().authkey = os.urandom(32)
         with contextlib.suppress(OSError):  # the folder has been removed
             vars(process)["ORIGINAL_DIR"] = os.getcwd()

@@ -1,0 +1,461 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Watch what modules read of their process and of its surroundings while the zygote imports them for its forks.
+
+Files and folders, also those that do not exist, are stamped and compared before each attempt. The id of the process,
+the time and random bytes are harmless if no module keeps them; each fork makes anew those that are global names of
+modules. An import that reads anything else must not be shared.
+
+``zygote_main`` runs this file: it imports the standard library alone. It replaces functions while statements are
+executed. ``sys.addaudithook`` would see more, but stays: ``id`` then takes ten times as long in each rank, and
+``copy.deepcopy`` twice (Python 3.11).
+"""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import contextlib
+import datetime
+import functools
+import gc
+import io
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from os import listdir, stat  # these two are replaced
+from stat import S_ISDIR
+from typing import Any
+
+_OF_A_RANK = frozenset(
+    (
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"),
+        *("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+        *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "GLOO_SOCKET_IFNAME"),
+    )
+)
+"""Variables that the zygote lacks, beside TORCHELASTIC_*; those of devices may differ between ranks."""
+
+_ALL = "all variables"
+
+_OF_A_PROCESS = re.compile(r"/proc/(self|thread-self|\d+)/(?!(maps|cgroup|mountinfo|mounts)$)|/dev/(?!(null|zero)$)")
+"""Files that differ between processes and attempts. Those left out are the same for all ranks of a host."""
+
+_EFFECTS: tuple[tuple[Any, str, str], ...] = (
+    *((os, name, "starts a process") for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")),
+    (subprocess.Popen, "__init__", "starts a process"),
+    (socket.socket, "connect", "opens a connection"),
+    (socket.socket, "connect_ex", "opens a connection"),
+    (socket, "getaddrinfo", "looks up an address"),
+    (signal, "signal", "sets a signal handler"),
+    (os, "chdir", "changes the working folder"),
+    (tempfile, "_get_candidate_names", "makes a temporary file"),  # which the first rank that ends may remove for all
+    (random, "random", "draws a random number"),
+    (random, "getrandbits", "draws a random number"),
+)
+"""Functions whose results cannot be compared, or whose effects a fork does not get."""
+
+_HARMLESS = {
+    ("ctypes.util", "starts a process"),  # which lists the libraries of this machine
+    ("platform", "starts a process"),  # uname
+    ("rich.style", "draws a random number"),  # the number of the first link in a terminal
+    ("joblib._multiprocessing_helpers", "asks for the process id"),  # the name of a semaphore that it closes at once
+}
+"""Modules, and what ranks may share of their import."""
+
+_STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen")
+"""Beginnings of the files of Python's own modules."""
+
+_CACHED = type(functools.lru_cache(len))
+
+Caller = tuple[str, str, types.CodeType]
+"""The name of a module, that with a line, and the code."""
+
+
+class MustNotBeShared(BaseException):
+    """Raised in a statement that ranks must execute themselves; the message says why."""
+
+
+class _ProcessId(int):
+    """The id of this process as an import has asked for it."""
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return int, (int(self),)
+
+
+class ImportWatch:
+    """Watch statements, each in the body of ``watching``.
+
+    Args:
+        program: path of the program, which may be edited without effect on what it imports first.
+        installed: folders of packages, whose times say what is installed.
+        reads_variables: modules that may read variables of a rank.
+
+    Attributes:
+        places: the module and line that has started a thread or opened a file, by their names.
+    """
+
+    def __init__(self, program: str, installed: tuple[str, ...], reads_variables: Collection[str]) -> None:
+        self.places: dict[str, str] = {}
+        self._program = program
+        self._installed = installed
+        self._reads_variables = reads_variables
+        self._problem = ""
+        self._stamps: dict[tuple[str, str], object] = {}
+        self._times: dict[int, tuple[Any, Callable[[], Any]]] = {}
+        self._process_ids: list[tuple[int, Sequence[str], Sequence[Caller]]] = []
+        self._tokens: list[tuple[bytes, Callable[[], Any], Sequence[Caller]]] = []
+        self._kept: list[tuple[dict[str, Any], str, Callable[[Any], Any]]] = []
+        self._originals: dict[int, Any] = {}
+        self._is_active = False
+        self._began = 0
+
+    # -- what is watched -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def replaced_functions(self) -> Iterator[None]:
+        """Replace the functions that are watched, in the body of a ``with`` statement."""
+        with contextlib.ExitStack() as stack:
+            for owner, name, what in _EFFECTS:
+                self._replace(stack, owner, name, functools.partial(self._see_effect, what))
+            for owner in (builtins, io, os):
+                self._replace(stack, owner, "open", self._see_open)
+            for kind, name in (("stat", "stat"), ("listing", "listdir"), ("listing", "scandir")):
+                self._replace(stack, os, name, functools.partial(self._see_path, kind))
+            self._replace(stack, os, "getpid", self._see_process_id)
+            for name in ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"):
+                self._replace(stack, time, name, self._see_time)
+            for owner, name in ((os, "urandom"), (random, "_urandom"), (uuid, "uuid1"), (uuid, "uuid4")):
+                self._replace(stack, owner, name, self._see_random)
+            self._replace(stack, threading.Thread, "start", self._see_thread)
+            generator, watch = vars(random)["_inst"], self
+
+            class Generator(random.Random):
+                def random(self) -> float:
+                    return float(watch._see_draw(super().random))
+
+                def getrandbits(self, count: int) -> int:
+                    return int(watch._see_draw(super().getrandbits, count))
+
+            class Environ(os.environ.__class__):  # type: ignore[name-defined, misc]
+                def __getitem__(self, name: str) -> str:
+                    if name in _OF_A_RANK or str(name).startswith("TORCHELASTIC_"):
+                        watch._see_variable(name)
+                    return str(super().__getitem__(name))
+
+                def __iter__(self) -> Iterator[str]:
+                    watch._see_variable(_ALL)
+                    return iter(super().__iter__())
+
+            for value, watched in ((generator, Generator), (os.environ, Environ)):
+                stack.callback(setattr, value, "__class__", value.__class__)
+                value.__class__ = watched
+            yield
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the body of a ``with`` statement."""
+        self._is_active, self._began, self._problem = True, int(time.time()), ""
+        try:
+            yield
+        finally:
+            self._is_active = False
+
+    def stop(self, what: str) -> None:
+        """Stop the statement, which must not be shared."""
+        self._problem = self._problem or what
+        raise MustNotBeShared(what)
+
+    def _replace(self, stack: contextlib.ExitStack, owner: Any, name: str, see: Callable[..., Any]) -> None:
+        original, is_own = getattr(owner, name), name in vars(owner)
+
+        @functools.wraps(original)
+        def watched(*args: Any, **options: Any) -> Any:
+            return see(original, *args, **options) if self._is_active else original(*args, **options)
+
+        self._originals[id(watched)] = original
+        setattr(owner, name, watched)
+        stack.callback(setattr, owner, name, original) if is_own else stack.callback(delattr, owner, name)
+
+    def _see_effect(self, what: str, original: Any, *args: Any, **options: Any) -> Any:
+        callers, standard = _callers()
+        if _HARMLESS.isdisjoint((module, what) for module in (callers[0][0], *standard)):
+            self.stop(f"{callers[0][1]} {what}")
+        return original(*args, **options)
+
+    def _see_draw(self, original: Any, *args: Any) -> Any:
+        return self._see_effect("draws a random number", original, *args) if self._is_active else original(*args)
+
+    def _see_open(self, original: Any, *args: Any, **options: Any) -> Any:
+        given = {**dict(zip(("file", "how"), args, strict=False)), **options}
+        file, how = given.get("file", given.get("path")), given.get("how", given.get("flags", given.get("mode", "r")))
+        if not isinstance(file, int):
+            path, place = _absolute(file), _callers()[0][0][1]
+            self.places[path] = place
+            if _OF_A_PROCESS.match(path):
+                self.stop(f"{place} opens {path}")
+            if "a" in how if isinstance(how, str) else how & os.O_APPEND:
+                self.stop(f"{place} adds to {path}")
+            if not ({*how} & {*"wx"} if isinstance(how, str) else how & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
+                self._stamp("content", path)
+        return original(*args, **options)
+
+    def _see_path(self, kind: str, original: Any, path: Any = ".", **options: Any) -> Any:
+        if not isinstance(path, int):
+            # importlib.metadata lists all folders of sys.path for the packages that are there.
+            is_search = kind == "listing" and "importlib.metadata" in _callers()[1]
+            self._stamp("packages" if is_search else kind, _absolute(path or "."))
+        return original(path, **options)
+
+    def _stamp(self, kind: str, path: str) -> None:
+        is_installed = path.startswith(self._installed) and (kind != "content" or path.endswith(".py"))
+        is_ignored = is_installed or path == self._program or path.startswith(("/proc/", "/sys/", "/dev/"))
+        if not is_ignored and (kind, path) not in self._stamps:
+            self._stamps[kind, path] = _stamp(kind, path)
+
+    def _see_process_id(self, original: Any) -> int:
+        value, (callers, standard) = _ProcessId(original()), _callers()
+        if (callers[0][0], "asks for the process id") not in _HARMLESS:
+            self._process_ids.append((value, (callers[0][0], *standard), callers))
+        return value
+
+    def _see_time(self, original: Any) -> Any:
+        value = original()
+        self._times[id(value)] = value, original
+        return value
+
+    def _see_random(self, original: Any, *args: Any, **options: Any) -> Any:
+        draw, callers = functools.partial(original, *args, **options), _callers()[0]
+        value = draw()
+        if len(_bytes_of(value)) < 8:  # a part of a value, which could not be recognized
+            self.stop(f"{callers[0][1]} draws a random number")
+        self._tokens.append((_bytes_of(value), functools.lru_cache(draw), callers))
+        return value
+
+    def _see_thread(self, original: Any, thread: threading.Thread) -> Any:
+        self.places[thread.name] = _callers()[0][0][1]
+        return original(thread)
+
+    def _see_variable(self, what: str) -> None:
+        module, place, code = _callers()[0][0]
+        if self._is_active and module not in self._reads_variables and not (what == _ALL and _takes_some(code, place)):
+            self.stop(f"{place} reads {what}")
+
+    # -- what must not be shared ---------------------------------------------------------------------------------------
+
+    def is_current(self) -> bool:
+        """Return whether the files and folders that the statements have read are the same now."""
+        return all(_stamp(*key) == stamp for key, stamp in self._stamps.items())
+
+    def problem(self, names: Collection[str]) -> str:
+        """Return why ranks must not share the last statement, which has imported modules; empty if they may."""
+        own = [name for name in names if name.partition(".")[0] not in sys.stdlib_module_names]
+        why = self._problem or self._kept_time(_globals(own)) or self._kept_process_id() or self._kept_token()
+        if self._kept and not why:  # other modules may have imported them from those
+            renewed = {id(names[name]): new for names, name, new in self._kept}
+            self._kept = [
+                (names, name, renewed[id(value)])
+                for names in _globals(sys.modules)
+                for name, value in names.items()
+                if id(value) in renewed
+            ]
+        return why
+
+    def renew(self) -> None:
+        """Give this fork values of its own in the place of those that modules keep of the process it is a fork of."""
+        for names, name, renewed in self._kept:
+            names[name] = renewed(names[name])
+
+    def _kept_time(self, modules: Collection[dict[str, Any]]) -> str:
+        """Find times among the global names of modules; give these the functions that they have imported watched."""
+        now, day = int(time.time()) + 1, time.strftime("%Y-%m-%d")
+        days = re.compile(f"{day}|{day.replace('-', '')}")
+        for names in modules:
+            for name, value in list(names.items()):
+                kind = type(value)
+                if kind is types.FunctionType and id(value) in self._originals:
+                    names[name] = self._originals[id(value)]
+                elif (kind is float or kind is int) and id(value) in self._times:
+                    self._kept.append((names, name, functools.partial(_draw_again, self._times[id(value)][1])))
+                elif kind is int and self._began <= value <= now:
+                    self._kept.append((names, name, lambda _: int(time.time())))
+                elif kind is datetime.datetime and self._began <= _seconds(value) <= now:
+                    self._kept.append((names, name, lambda old: datetime.datetime.now(old.tzinfo)))
+                elif kind is str and days.search(value) and name[:2] != "__":
+                    return f"{names['__name__']}.{name} may be the time of its import"
+        self._times.clear()
+        return ""
+
+    def _kept_process_id(self) -> str:
+        text = re.compile(rf"(?<![\w.]){os.getpid()}(?![\w.])")
+        for asked, asking, callers in self._process_ids:
+            for names, path, value in _reachable(callers):
+                if value is asked:
+                    if any(_compares(module, path) for module in asking):
+                        continue  # it notices that it is in another process
+                    if len(path) > 1:
+                        return f"{callers[0][1]} asks for the process id, which {_named(names, path)} keeps"
+                    self._kept.append((names, path[0], lambda _: os.getpid()))
+                elif type(value) is str and text.search(value):
+                    return f"{callers[0][1]} asks for the process id, which {_named(names, path)} has"
+        self._process_ids.clear()
+        return ""
+
+    def _kept_token(self) -> str:
+        for token, draw, callers in self._tokens:
+            old = _spellings(token)
+            for names, path, value in _reachable(callers):
+                like = [spelling for spelling in old if type(spelling) is type(value)]
+                if value in like or (type(value) is str and any(spelling in value for spelling in like)):
+                    if len(path) > 1:
+                        return f"{callers[0][1]} draws random bytes, which {_named(names, path)} keeps"
+                    self._kept.append((names, path[0], functools.partial(_respelled, old, draw)))
+        self._tokens.clear()
+        return ""
+
+
+def _callers() -> tuple[list[Caller], list[str]]:
+    """Return who has called the watched function that called this one.
+
+    Returns:
+        The modules that are not Python's own, from the one that has called it to the one that is imported, and
+        Python's own modules in between.
+    """
+    frame: types.FrameType | None = sys._getframe(2)
+    callers, standard = list[Caller](), list[str]()
+    while frame is not None:
+        file, name = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
+        if file.startswith(_STANDARD) and f"-packages{os.sep}" not in file:
+            if not callers:
+                standard.append(name)
+        elif file != __file__:
+            callers.append((name, f"{name}:{frame.f_lineno}", frame.f_code))
+            if frame.f_code.co_name == "<module>":
+                break
+        frame = frame.f_back
+    return callers, standard
+
+
+def _globals(modules: Collection[str]) -> list[dict[str, Any]]:
+    """Return the global names of modules."""
+    found = (sys.modules.get(name) for name in list(modules))
+    return [vars(module) for module in found if issubclass(type(module), types.ModuleType)]
+
+
+def _absolute(path: Any) -> str:
+    return os.path.join(os.getcwd(), os.fsdecode(path))
+
+
+def _stamp(kind: str, path: str) -> object:
+    try:
+        if kind == "listing":
+            return sorted(listdir(path))
+        if kind == "packages":
+            return sorted(name for name in listdir(path) if name.endswith((".dist-info", ".egg-info", ".egg")))
+        found = stat(path)
+    except OSError as error:
+        return error.errno
+    return found.st_mode if S_ISDIR(found.st_mode) else (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+def _reachable(callers: Sequence[Caller]) -> Iterator[tuple[dict[str, Any], tuple[str, ...], Any]]:
+    """Yield what modules hold: the global names of the module, the path from there, and the value."""
+    own, seen, todo = {caller[0] for caller in callers}, set[int](), list[tuple[dict[str, Any], tuple[str, ...], Any]]()
+    for names in _globals(own):
+        todo += [(names, (name,), value) for name, value in names.items() if name[:2] != "__"]
+    while todo:
+        names, path, value = todo.pop()
+        yield names, path, value
+        kind, parts = type(value), list[tuple[Any, Any]]()
+        if len(path) > 3 or id(value) in seen or issubclass(kind, (types.ModuleType, uuid.UUID)):
+            continue
+        seen.add(id(value))
+        with contextlib.suppress(Exception):  # objects may do anything when they are asked for their attributes
+            if kind in (list, tuple, set, frozenset):
+                parts = list(enumerate(value))
+            elif kind is dict:
+                parts = [*value.items(), *((key, key) for key in value)]
+            elif kind is types.FunctionType:
+                parts = [("", value.__defaults__), ("", value.__kwdefaults__), ("", value.__closure__)]
+            elif kind in (types.CellType, _CACHED):
+                parts = [("", part) for part in gc.get_referents(value)]
+            elif not isinstance(value, type) or value.__module__ in own:
+                slots = [
+                    (name, getattr(value, name)) for name in getattr(kind, "__slots__", ()) if hasattr(value, name)
+                ]
+                parts = [*slots, *getattr(value, "__dict__", {}).items()]
+        todo += [(names, (*path, str(key)), part) for key, part in parts]
+
+
+def _named(names: dict[str, Any], path: Sequence[str]) -> str:
+    return ".".join((names["__name__"], *path))
+
+
+@functools.lru_cache
+def _functions(module: str) -> list[types.CodeType]:
+    """Return the code of the functions of a module, also of those in classes; none if there is no source."""
+    found = list[types.CodeType]()
+    with contextlib.suppress(Exception), open(vars(sys.modules[module])["__file__"], "rb") as file:
+        found.append(compile(file.read(), "", "exec", dont_inherit=True))
+    for code in found:
+        found += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return found[1:]
+
+
+def _compares(module: str, path: Sequence[str]) -> bool:
+    """Return whether a function of a module reads a process id that is kept at a path, and that of its process."""
+    return any(
+        "getpid" in code.co_names and any(name in (*code.co_names, *code.co_consts) for name in path)
+        for code in _functions(module)
+    )
+
+
+def _takes_some(code: types.CodeType, place: str) -> bool:
+    """Return whether code that goes through all variables takes those alone that begin with a prefix of its own."""
+    line = int(place.rpartition(":")[2])
+    parts = [part for part in code.co_consts if isinstance(part, types.CodeType) and part.co_firstlineno == line]
+    return any(
+        "startswith" in part.co_names and any(_is_text(prefix) and prefix.endswith("_") for prefix in part.co_consts)
+        for part in (code, *parts)
+    )
+
+
+def _is_text(value: object) -> bool:
+    return type(value) is str
+
+
+def _bytes_of(value: Any) -> bytes:
+    return bytes(value.bytes if isinstance(value, uuid.UUID) else value)
+
+
+def _spellings(token: bytes) -> tuple[Any, ...]:
+    """Return what random bytes may look like in a module."""
+    whole = (uuid.UUID(bytes=token), str(uuid.UUID(bytes=token))) if len(token) == 16 else ()
+    text = base64.urlsafe_b64encode(token).rstrip(b"=").decode()
+    return token, int.from_bytes(token, "big"), token.hex(), text, *whole
+
+
+def _respelled(old: tuple[Any, ...], draw: Callable[[], Any], value: Any) -> Any:
+    for before, after in zip(old, _spellings(_bytes_of(draw())), strict=True):
+        if type(before) is type(value):
+            value = value.replace(before, after) if type(value) is str else after if value == before else value
+    return value
+
+
+def _draw_again(draw: Callable[[], Any], _: Any) -> Any:
+    return draw()
+
+
+def _seconds(value: datetime.datetime) -> float:
+    with contextlib.suppress(OverflowError, ValueError):
+        return value.timestamp()
+    return 0.0
