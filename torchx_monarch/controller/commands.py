@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import Collection
 
 from torchx_monarch.controller.attempt import Attempt
 from torchx_monarch.controller.elastic import listed
-from torchx_monarch.controller.host_events import HostEvent, HostLost, HostPreempted
+from torchx_monarch.controller.host_events import CommandFailed, HostEvent, HostLost, HostPreempted
 from torchx_monarch.controller.host_messages import HostError, Launched, LaunchRanks, WatchRanks
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Rendezvous
@@ -45,8 +44,6 @@ class CommandController:
         self._attempt = Attempt(has_begun=True)
         self._watched: dict[int, asyncio.Task[None]] = {}
         self._launched: dict[int, Launched] = {}
-        self._failures: list[RankExit] = []
-        """The failures of commands of the present hosts that are not settled yet."""
         self._spared: set[int] = set()
         """The replicas that have failed for good, and that the role does not need."""
         self._is_late = False
@@ -60,7 +57,7 @@ class CommandController:
         while result is None:
             self._watch_new_hosts()
             event = await self._events.until_event(self._news())
-            result = await (self._handle(event) if event else self._settle())
+            result = await self._handle(event) if event else self._result()
         for replica in list(self._watched):
             self._forget(replica)
         return result
@@ -92,13 +89,13 @@ class CommandController:
         await news
 
     def _has_news(self) -> bool:
-        is_too_late = self._is_late and self._waits_for_all
-        return is_too_late or bool(self._failures) or bool(self._new_hosts()) or self._are_done()
+        return (self._is_late and self._waits_for_all) or bool(self._new_hosts()) or self._are_done()
 
     def _are_done(self) -> bool:
-        """Return whether all commands that the role has, or still waits for, have succeeded."""
+        """Return whether all commands that the role has, or still waits for, have succeeded: a failure is an event."""
         absent = self._members.unseen if self._is_late else 0
-        return len(self._attempt.exits) - len(self._failures) >= self._spec.replicas - len(self._spared) - absent
+        needed = self._spec.replicas - len(self._spared) - absent
+        return len(self._attempt.exits) >= needed and not self._events.pending
 
     def _watch_new_hosts(self) -> None:
         new = self._new_hosts()
@@ -114,7 +111,7 @@ class CommandController:
         self._members.attempt.pop(replica, None)
         self._attempt.exits.pop(replica, None)
         self._launched.pop(replica, None)
-        self._failures = [failure for failure in self._failures if failure.replica != replica]
+        self._events.take(lambda event: isinstance(event, CommandFailed) and event.replica == replica)
         if replica in self._watched:
             self._watched.pop(replica).cancel()
 
@@ -128,7 +125,9 @@ class CommandController:
             for ended in await self._hosts.ask_host(WatchRanks(), host):
                 if ended.stopped_at is None or ended.failed:  # else its host reports why it has stopped it
                     self._attempt.add([ended])
-                    self._failures += [ended] if ended.code else []
+                    if ended.code:
+                        result = JobResult(shell_code(ended.code), ended.describe(), ended)
+                        self._events.post(CommandFailed(replica, result))
                     if replica == 0:
                         self._limit_wait()
             self._members.notify()
@@ -144,30 +143,49 @@ class CommandController:
 
     # -- their ends ----------------------------------------------------------------------------------------------------
 
-    async def _settle(self) -> JobResult | None:
-        """Return the result of the role if the ends of commands decide it, or the time for their start has passed."""
+    def _result(self) -> JobResult | None:
+        """Return the result of the role if all its commands have succeeded, or the time for their start has passed."""
         if self._is_late and self._waits_for_all:
             missing = f"replica {listed(self._members.missing)}"
             return JobResult(1, f"{missing} did not arrive within {self._spec.host_timeout:g} s (--host-timeout)")
-        while self._failures:
-            failure = self._failures.pop(0)
-            result = JobResult(shell_code(failure.code), failure.describe(), failure)
-            if not await self._spare(failure.replica, result):
-                return await self._end(failure)
         if not self._are_done():
             return None
         self._attempt.record_end(self._reporter)
         count = len(self._attempt.exits)
         return JobResult(0, f"all {count} commands ended with code 0" if count > 1 else "the command ended with code 0")
 
-    async def _spare(self, replica: int, result: JobResult) -> bool:
-        """Have the host of a replica that has failed, or is preempted, leave alone; return False if all must end."""
-        if not self._goes_on_without(replica):
-            return False
-        self._reporter.line(f"{result.reason}; the other commands go on")
-        self._forget(replica)
-        await self._rendezvous.dismiss(replica, result)
-        return True
+    async def _handle(self, event: HostEvent) -> JobResult | None:
+        """Settle an event; return the result if it ends the role or replica 0, None if the commands go on."""
+        leaves = isinstance(event, (HostLost, HostPreempted, CommandFailed))
+        if leaves and self._goes_on_without(event.replica):
+            self._events.take(lambda pending: pending is event)
+            self._reporter.line(f"{event.result.reason}; the other commands go on")
+            self._forget(event.replica)
+            await self._rendezvous.dismiss(event.replica, event.result)
+            return None
+        result = event.result
+        self.ends_role = not (leaves and event.replica == 0 and self._is_replaced(0))
+        if not isinstance(event, CommandFailed):
+            self._hosts.settle(event)
+        elif self.ends_role:
+            # A wrong option ends all commands within moments.
+            await asyncio.wait(self._watched.values(), timeout=EARLY_FAILURES_WITHIN)
+        if self.ends_role:
+            # Hosts that are started again are put off until replica 0 is.
+            self._rendezvous.put_off_restarted_hosts()
+            await self._hosts.stop(event.signal, self._spec.grace, self._attempt.add)
+        if failed := event.result.cause:
+            result = self._failure((self._attempt.cause if self.ends_role else None) or failed)
+        self._attempt.record_end(self._reporter)
+        return result
+
+    def _failure(self, cause: RankExit) -> JobResult:
+        """Report the failure of a command, and of the others; return the result."""
+        failure = self._attempt.failure(cause, self._spec.replicas)
+        self._reporter.record("failure", failure.reason, rank=cause.rank, failed_at=cause.failed_at)
+        for line in describe_others(self._attempt.exits.values(), cause):
+            self._reporter.line(f"also: {line}")
+        return failure
 
     def _goes_on_without(self, replica: int) -> bool:
         """Return whether the others go on without a replica, which its backend replaces, or the role does not need."""
@@ -185,36 +203,3 @@ class CommandController:
         """Return whether the backend replaces a replica that leaves now, while the others go on."""
         host = self._members.attempt.get(replica)
         return (host.restarts if host is not None else 0) < self._spec.replacements
-
-    async def _end(self, cause: RankExit) -> JobResult:
-        """End the role after a failure, or replica 0 alone, and return the result."""
-        self.ends_role = cause.replica != 0 or not self._is_replaced(0)
-        if self.ends_role:
-            # A wrong option ends all commands within moments.
-            await asyncio.wait(self._watched.values(), timeout=EARLY_FAILURES_WITHIN)
-            await self._stop(signal.SIGTERM)
-            cause = self._attempt.cause or cause
-        failure = self._attempt.failure(cause, self._spec.replicas)
-        self._reporter.record("failure", failure.reason, rank=cause.rank, failed_at=cause.failed_at)
-        for line in describe_others(self._attempt.exits.values(), cause):
-            self._reporter.line(f"also: {line}")
-        self._attempt.record_end(self._reporter)
-        return failure
-
-    async def _handle(self, event: HostEvent) -> JobResult | None:
-        """Settle an event; return the result if it ends the role or replica 0, None if the commands go on."""
-        leaves = isinstance(event, (HostLost, HostPreempted))
-        if leaves and await self._spare(event.replica, event.result):
-            self._events.take(lambda pending: pending is event)
-            return None
-        self._hosts.settle(event)
-        self.ends_role = not (leaves and event.replica == 0 and self._is_replaced(0))
-        if self.ends_role:
-            await self._stop(event.signal)
-        self._attempt.record_end(self._reporter)
-        return event.result
-
-    async def _stop(self, number: int) -> None:
-        """Stop the commands of all hosts, and put off hosts that are started again until replica 0 is."""
-        self._rendezvous.put_off_restarted_hosts()
-        await self._hosts.stop(number, self._spec.grace, self._attempt.add)

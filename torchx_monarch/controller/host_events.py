@@ -57,6 +57,10 @@ class HostExcluded(HostEvent):
     KIND = "excluded"
 
 
+class CommandFailed(HostEvent):
+    """The command of a replica has failed, in a role of commands."""
+
+
 class StopRequested(HostEvent):
     """The job must end: a client or a signal asks for it, another role has failed, or a host cannot start."""
 

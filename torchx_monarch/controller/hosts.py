@@ -65,7 +65,6 @@ class JobHosts:
         self._own_host = own_host
         self._numbers = itertools.count()
         self._calls: dict[int, HostCall[Any]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
         members.on_answer, members.on_lost = self._receive, self._drop
 
     async def until_event(self, work: Awaitable[T]) -> T | HostEvent:
@@ -185,8 +184,6 @@ class JobHosts:
                     call.put(0, refusal)
 
         task = asyncio.ensure_future(ask_own())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
         try:
             data, failure = encode_request(call.number, request), "it is not connected"
         except messages.ProtocolError as error:
