@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.local.hosts import Hosts, torchrun
+from tests.local.hosts import NO_PRELOAD, Hosts, torchrun
 from tests.local.live import Live
 from tests.waits import until
 
@@ -87,6 +88,24 @@ def test_runs_that_hang_fail_with_the_rank_that_others_wait_for(live: Callable[.
     assert stopped["place"].endswith(": stopped (SIGSTOP)")
     stacks = (hosts.logs(0) / "run_1" / "attempt_0" / "stacks.txt").read_text()
     assert "while ranks hang" in stacks and "before SIGTERM" in stacks and "hang.py" in stacks
+
+
+def test_a_rank_that_waits_inside_the_kernel_ends_the_job_after_the_timeout_of_torchs_variable(
+    folder: Path, script: Callable[[str], str]
+) -> None:
+    path = script("""
+        import ctypes
+        if rank == 1:
+            ctypes.CDLL(None).vfork()  # the parent waits, in state D, for the end of the child
+        time.sleep(1000)
+    """)
+    environ = {"TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": "1"}
+    hosts = Hosts(folder, torchrun(path), options=NO_PRELOAD, environ=environ).start()
+    assert hosts.wait() == [1]
+    what = r"rank 1 has waited inside the kernel for \d+ s; rank 1 \(host 0, pid \d+\): has not answered"
+    assert re.search(rf"FAILED: hang: {what}; it is uninterruptible, inside the kernel", hosts.err()), hosts.err()
+    [hang] = hangs(hosts)
+    assert (hang["fault"], hang["ranks"]) == ("kernel", [1])
 
 
 def test_a_hang_is_observed_until_it_is_over_and_ranks_are_restarted_if_asked_for(

@@ -32,6 +32,14 @@ def at(
     return GroupStatus(group, format_ranks(ranks), number, number - (waited is not None), waiting, recent)
 
 
+def test_ranks_that_wait_inside_the_kernel_are_named_whether_or_not_others_wait() -> None:
+    ranks = [RankCollectives(rank, NOW, (), kernel_wait=20.0 * rank) for rank in range(4)]
+    hang = diagnose(ranks, 10.0, kernel_after=30.0)
+    assert hang is not None
+    assert hang.describe() == "ranks 2-3 have waited inside the kernel for 60 s"
+    assert diagnose(ranks, 10.0, at_most=9.0, kernel_after=30.0) is None
+
+
 def found(world: World, hang_after: float = 10.0, at_most: float = 1e9) -> tuple[Fault, tuple[int, ...], str] | None:
     ranks = [RankCollectives(rank, NOW, None if groups is None else tuple(groups)) for rank, groups in world.items()]
     hang = diagnose(ranks, hang_after, at_most)

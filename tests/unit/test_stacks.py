@@ -6,12 +6,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
+import subprocess
 import tempfile
+from pathlib import Path
 from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
 
+from tests.waits import until
 from torchx_monarch.host.ranks import rank_profiles
 from torchx_monarch.insight.profile import RankProfile, collapsed, flame_graph, parse_collapsed, speedscope
 from torchx_monarch.insight.stacks import (
@@ -22,6 +26,7 @@ from torchx_monarch.insight.stacks import (
     rank_ranges,
     render,
 )
+from torchx_monarch.system.process_status import kernel_wait
 
 DUMP = """Thread 0x00007f24b1ffb640 (most recent call first):
   <no Python frame>
@@ -124,6 +129,19 @@ _RAW = """\
 <module> (/run/zygote_main.py:9);main (/run/zygote_main.py:5);<module> (/train.py:8);load (/data.py:3) 60
 _bootstrap (/lib/threading.py:1002);work (/train.py:4) 10
 """
+
+
+def test_the_file_for_which_a_process_waits_inside_the_kernel_is_named(tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "fifo")
+    reader = os.open(fifo, os.O_RDWR)
+    try:
+        with subprocess.Popen(["cat"], stdin=reader, stdout=subprocess.DEVNULL) as waiting:
+            try:
+                until(lambda: kernel_wait(waiting.pid).startswith(f"read of {fifo}"), "the wait of cat")
+            finally:
+                waiting.kill()
+    finally:
+        os.close(reader)
 
 
 def _profile(rank: int = 0, text: str = _RAW) -> RankProfile:

@@ -164,9 +164,10 @@ class Attempts:
 
     async def _watch(self, exits: HostCall[Exits], world: World) -> RankExit | Hang | HostEvent | None:
         """Wait until a rank has failed, ranks hang, or a host joins; None if all ranks have succeeded."""
+        assert self._begun is not None
         watching: list[asyncio.Task[RankExit | Hang | HostEvent | None]] = [
             asyncio.ensure_future(self._first_failure(exits)),
-            asyncio.ensure_future(self._hang_watch.run(world.attempt)),
+            asyncio.ensure_future(self._hang_watch.run(world.attempt, self._begun.kernel_timeout)),
         ]
         if self._options.sizes.elastic:
             watching.append(asyncio.ensure_future(self._newcomer()))

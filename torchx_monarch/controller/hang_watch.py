@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Watch the ranks of an attempt for hangs: ranks that wait in a collective for one that does not call it."""
+"""Watch the ranks of an attempt for hangs: ranks that wait for one in a collective, or inside the kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from torchx_monarch.controller.host_messages import ReadCollectives, TakeStacks
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.insight.hangs import Hang, describe_places, diagnose
+from torchx_monarch.insight.hangs import Fault, Hang, describe_places, diagnose
 from torchx_monarch.insight.stacks import rank_ranges
 
 _LOOKS = 10
@@ -49,9 +49,14 @@ class HangWatch:
             self._rests -= 1
             self._since = asyncio.get_running_loop().time()
 
-    async def run(self, attempt: int) -> Hang:
-        """Watch the ranks of an attempt until this task is cancelled; return a hang because of which they must end."""
-        every = max(_SHORTEST, self._hang_after / _LOOKS) if self._hang_after else math.inf
+    async def run(self, attempt: int, kernel_timeout: float = 0.0) -> Hang:
+        """Watch the ranks of an attempt until this task is cancelled; return a hang because of which they must end.
+
+        So must ranks that wait inside the kernel for ``kernel_timeout`` seconds; 0 for no limit.
+        """
+        hang_after = self._hang_after or math.inf
+        kernel_after = min(hang_after, kernel_timeout or math.inf)
+        every = max(_SHORTEST, kernel_after / _LOOKS)
         self._since, self._reported, pause, failure = asyncio.get_running_loop().time(), None, every, ""
         while True:
             await asyncio.sleep(pause)
@@ -59,17 +64,17 @@ class HangWatch:
                 continue
             pause = every
             try:
-                longest = await self._longest_wait()
-                hang = await self._diagnosed() if longest >= self._hang_after else None
+                longest, in_kernel = await self._longest_waits()
+                left = min(hang_after - longest, kernel_after - in_kernel)
+                hang = await self._diagnosed(hang_after, kernel_after) if left <= 0 else None
                 hang = await self._compare(hang, attempt)
-                left = self._hang_after - longest
                 pause = min(every, left + 0.05) if left > 0 else every
             except Exception as error:
                 traceback.print_exc()  # into Monarch's log
                 if failure != (failure := f"{type(error).__name__}: {error}"):
                     self._reporter.line(f"the watch for hangs goes on after an error: {failure}")
                 continue
-            if hang is not None and self._on_hang != "observe":
+            if hang is not None and (self._on_hang != "observe" or 0 < kernel_timeout <= in_kernel):
                 return hang
 
     async def _compare(self, hang: Hang | None, attempt: int) -> Hang | None:
@@ -79,24 +84,28 @@ class HangWatch:
             hang = await self._report(hang, attempt)
             self._found_at = now if reported is None else self._found_at
         if reported is not None and hang is None:
-            text = f"hang over: {rank_ranges(reported.ranks)} made the others wait for "
+            what = "waited inside the kernel" if reported.fault is Fault.KERNEL else "made the others wait"
             waited = now - self._found_at + reported.seconds
-            self._reporter.report("hang_end", f"{text}{waited:.0f} s", attempt=attempt, waited=round(waited, 3))
+            text = f"hang over: {rank_ranges(reported.ranks)} {what} for {waited:.0f} s"
+            self._reporter.report("hang_end", text, attempt=attempt, waited=round(waited, 3))
         # Keep the one that was reported, with the time that its ranks had waited then.
         self._reported = reported if hang is not None and hang.same_as(reported) else hang
         return self._reported
 
-    async def _longest_wait(self) -> float:
+    async def _longest_waits(self) -> tuple[float, float]:
+        """Return the longest wait in a collective and inside the kernel, in seconds."""
         answers, missing = await self._hosts.collect(ReadCollectives(details=False), _TIMEOUT)
-        longest = 0.0 if missing else max((answer.longest_wait for answer in answers.values()), default=0.0)
-        return min(longest, self._at_most())
+        found = [] if missing else answers.values()
+        longest = max((answer.longest_wait for answer in found), default=0.0)
+        in_kernel = max((answer.kernel_wait for answer in found), default=0.0)
+        return min(longest, self._at_most()), min(in_kernel, self._at_most())
 
-    async def _diagnosed(self) -> Hang | None:
+    async def _diagnosed(self, hang_after: float, kernel_after: float) -> Hang | None:
         answers, missing = await self._hosts.collect(ReadCollectives(details=True), _TIMEOUT)
         if missing or self._rests:
             return None
         ranks = [rank for answer in answers.values() for rank in answer.ranks]
-        return diagnose(ranks, self._hang_after, self._at_most())
+        return diagnose(ranks, hang_after, self._at_most(), kernel_after)
 
     def _at_most(self) -> float:
         return asyncio.get_running_loop().time() - self._since

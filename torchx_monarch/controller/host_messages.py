@@ -134,10 +134,14 @@ class ProfileRanks(Request[list[RankProfile]]):
 
 @dataclasses.dataclass(frozen=True)
 class CollectivesRead:
-    """The seconds for which a rank of a host has waited in a collective, and (for ``details``) its ranks that run."""
+    """The longest waits of a host's ranks in seconds, and (for ``details``) its ranks that run.
+
+    ``longest_wait`` is in a collective, ``kernel_wait`` inside the kernel.
+    """
 
     longest_wait: float
     ranks: tuple[RankCollectives, ...]
+    kernel_wait: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +165,8 @@ class TakeFacts(Request[HostFacts]):
 class RunBegun:
     """What a host knows of a run that it has prepared for, the same on all hosts but for the number of its ranks.
 
-    ``first_log_attempt`` is the number of the first attempt's log folders.
+    ``first_log_attempt`` is the number of the first attempt's log folders, ``kernel_timeout`` the seconds for which a
+    rank may wait inside the kernel, 0 for no limit.
     """
 
     nproc: int
@@ -169,6 +174,7 @@ class RunBegun:
     max_restarts: int
     grace: float
     first_log_attempt: int = 0
+    kernel_timeout: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from torchx_monarch.controller.run_queue import RunQueue
     from torchx_monarch.host.code_distribution import HostCode
 
+_KERNEL_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
+"""torch's variable with the seconds that a rank may wait inside the kernel (since 2.13)."""
+
 
 class RankRuns(Workload):
     """The runs of ranks on a host; ``pool`` are the ranks of the present one.
@@ -197,6 +200,7 @@ class RankRuns(Workload):
             max_restarts=options.max_restarts,
             grace=host.grace if options.shutdown_timeout is None else float(options.shutdown_timeout),
             first_log_attempt=first_log_attempt,
+            kernel_timeout=env_number(run.environ, _KERNEL_TIMEOUT, 0.0),
         )
         self._begun = begin.token, begun
         return begun
@@ -289,7 +293,8 @@ class RankRuns(Workload):
             case host_messages.ReadCollectives():
                 ranks = await pool.collectives()
                 longest = max((rank.longest_wait for rank in ranks), default=0.0)
-                return host_messages.CollectivesRead(longest, tuple(ranks) if request.details else ())
+                in_kernel = max((rank.kernel_wait for rank in ranks), default=0.0)
+                return host_messages.CollectivesRead(longest, tuple(ranks) if request.details else (), in_kernel)
             case host_messages.TakeFacts():
                 await pool.starter.importer()  # which the ranks wait for, too
                 return await asyncio.to_thread(take_facts, pool.run, pool.starter.versions)

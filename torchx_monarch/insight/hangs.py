@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus
@@ -28,11 +29,15 @@ _EQUAL_SHAPES = ("all_reduce", "allreduce", "reduce", "broadcast")
 
 @dataclasses.dataclass(frozen=True)
 class RankCollectives:
-    """The process groups of a rank when its host has asked it: empty if it has formed none, None without an answer."""
+    """The process groups of a rank when its host has asked it: empty if it has formed none, None without an answer.
+
+    ``kernel_wait`` is for how many seconds it waits inside the kernel, as far as its host has seen.
+    """
 
     rank: int
     time: float
     groups: tuple[GroupStatus, ...] | None
+    kernel_wait: float = 0.0
 
     def waited(self, group: GroupStatus) -> float:
         """Return for how many seconds the rank has waited in a collective of a group; 0 if it waits in none."""
@@ -65,10 +70,13 @@ class Fault(enum.Enum):
     ORDER = "order"
     """They wait in other collectives, in a circle."""
 
+    KERNEL = "kernel"
+    """They wait inside the kernel, for a disk or a device, and handle no signal, whether or not others wait."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Hang:
-    """Ranks that wait in a collective, and those for which they wait.
+    """Ranks that wait in a collective, and those for which they wait; or (KERNEL) ranks that wait inside the kernel.
 
     Attributes:
         ranks: the ranks for which the others wait, ascending, as ``waiting`` is.
@@ -110,15 +118,23 @@ class Hang:
             Fault.SILENT: f"{'does' if len(self.ranks) == 1 else 'do'} not answer, and {have} {not_called}",
             Fault.MISMATCH: f"{have} called {self.called} as {number}, the others {shown}; {others} for {seconds}",
             Fault.ORDER: f"{have} {not_called}; {self.called}: the order of calls differs",
+            Fault.KERNEL: f"{have} waited inside the kernel for {seconds}",
         }[self.fault]
         return f"{rank_ranges(self.ranks)} {what}{f'; {self.place}' if self.place else ''}"
 
 
-def diagnose(ranks: Sequence[RankCollectives], hang_after: float, at_most: float = float("inf")) -> Hang | None:
+def diagnose(
+    ranks: Sequence[RankCollectives], hang_after: float, at_most: float = math.inf, kernel_after: float = math.inf
+) -> Hang | None:
     """Return the hang that has lasted longest; None if no rank has waited long enough for others.
 
-    A wait counts ``at_most`` as many seconds as have passed since a pause of the watch.
+    Ranks that have waited inside the kernel for ``kernel_after`` seconds come first. A wait counts ``at_most`` as many
+    seconds as have passed since a pause of the watch.
     """
+    in_kernel = {rank.rank: min(rank.kernel_wait, at_most) for rank in ranks}
+    in_kernel = {rank: seconds for rank, seconds in in_kernel.items() if seconds >= kernel_after}
+    if in_kernel:
+        return Hang(Fault.KERNEL, tuple(sorted(in_kernel)), (), "", Collective(0, ""), max(in_kernel.values()))
     by_rank = _CollectivesByRank((collectives.rank, collectives) for collectives in ranks)
     waits = [
         (min(collectives.waited(group), at_most), -collectives.rank, group, group.waiting)

@@ -26,7 +26,7 @@ PHASES = {
     "ranks": "ranks start",
     "first output": "the program runs and has printed nothing",
     "running": "the program runs",
-    "hang": "a rank makes the others wait in a collective",
+    "hang": "a rank makes the others wait in a collective, or waits inside the kernel",
     "stopping": "the program is stopped",
     "ready": "ready for clients",
     "end": "the hosts end",

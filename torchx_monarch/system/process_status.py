@@ -7,6 +7,14 @@ import contextlib
 import os
 from typing import NamedTuple
 
+from torchx_monarch.system.untrusted_text import one_line
+
+_DESCRIPTOR_CALLS = {
+    "x86_64": {0: "read", 1: "write", 3: "close", 16: "ioctl", 17: "pread", 18: "pwrite", 74: "fsync", 75: "fdatasync"},
+    "aarch64": {29: "ioctl", 57: "close", 63: "read", 64: "write", 67: "pread", 68: "pwrite", 82: "fsync"},
+}
+"""The system calls by number whose first argument is the descriptor of the file that they may wait for."""
+
 
 class KernelStatus(NamedTuple):
     """What /proc/PID/status says of a process, or of one of its threads.
@@ -17,6 +25,7 @@ class KernelStatus(NamedTuple):
         caught: the signals that have a handler, as a mask.
         blocked: the signals that the thread blocks, as a mask.
         pending: the signals that wait for the thread or for its process, as a mask.
+        switches: how often the thread has left the processor: as often as before if it has waited since.
     """
 
     name: str
@@ -24,6 +33,7 @@ class KernelStatus(NamedTuple):
     caught: int
     blocked: int
     pending: int
+    switches: int
 
 
 def status(pid: int, thread: int | None = None) -> KernelStatus | None:
@@ -42,7 +52,24 @@ def status(pid: int, thread: int | None = None) -> KernelStatus | None:
         return int(fields.get(name) or "0", 16)
 
     pending = mask("SigPnd") | mask("ShdPnd")
-    return KernelStatus(fields["Name"], fields["State"][:1], mask("SigCgt"), mask("SigBlk"), pending)
+    switches = sum(int(fields.get(f"{kind}_ctxt_switches") or 0) for kind in ("voluntary", "nonvoluntary"))
+    return KernelStatus(fields["Name"], fields["State"][:1], mask("SigCgt"), mask("SigBlk"), pending, switches)
+
+
+def kernel_wait(pid: int) -> str:
+    """Say where the main thread of a process waits inside the kernel: ``write of /mnt/x.pt, in rpc_wait_bit``.
+
+    Only a call with a descriptor tells its file. Empty if the kernel does not tell anything.
+    """
+    said = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open(f"/proc/{pid}/syscall") as file:
+            number, argument = file.read().split()[:2]
+        if name := _DESCRIPTOR_CALLS.get(os.uname().machine, {}).get(int(number)):
+            said.append(f"{name} of {one_line(os.readlink(f'/proc/{pid}/fd/{int(argument, 16)}'))}")
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan") as file:
+        said += [f"in {function}"] if (function := file.read().strip()) not in ("", "0") else []
+    return ", ".join(said)
 
 
 def threads(pid: int) -> list[int]:

@@ -47,8 +47,8 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     """Seconds without a heartbeat after which a host counts as lost, also if it is stopped or hung."""
 
     hang_after: int = 300
-    """Seconds that ranks wait in a collective before the rank that has not called it is named; 0 for never. Needs torch
-    preloaded and `ranks=fork`, the defaults."""
+    """Seconds that ranks wait in a collective before the rank that has not called it is named, or that a rank waits
+    inside the kernel; 0 for never. Collectives need torch preloaded and `ranks=fork`, the defaults."""
 
     on_hang: str = "observe"
     """`observe`: hangs are reported. `restart`: the ranks are started again, within torchrun's `--max-restarts`.

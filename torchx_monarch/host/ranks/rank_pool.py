@@ -135,7 +135,8 @@ class RankPool(ProcessPool):
         ranks = self.ranks
         answers = await flight_recorders.status([rank for rank in ranks if rank.is_running], _COLLECTIVES_TIMEOUT)
         now = time.time()
-        return [RankCollectives(rank.rank, now, answers.get(rank.pid)) for rank in ranks if rank.is_running]
+        running = [rank for rank in ranks if rank.is_running]
+        return [RankCollectives(rank.rank, now, answers.get(rank.pid), rank.kernel_wait()) for rank in running]
 
     async def _write_evidence(self, ranks: Sequence[Rank], number: int) -> None:
         """Write stacks and last collectives of ranks into the folder of their attempt, before they get a signal."""

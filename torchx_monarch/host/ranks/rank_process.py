@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.host.ranks.rank_output import OutputPipe
+from torchx_monarch.system import process_status
 from torchx_monarch.system.children import Child
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Rank(Child):
         self.failure: tuple[float, int] | None = None
         self.timer = ""
         self.stacks_lock = asyncio.Lock()
+        self._kernel_wait: tuple[int, float] | None = None
+        """How often its process had left the processor when it was first seen waiting inside the kernel, and when."""
         self._draining: asyncio.Task[None] | None = None  # asyncio keeps only weak references to tasks
         with contextlib.ExitStack() as unfinished:
             # In memory where Python has ``memfd_create``, which a Python for any glibc has not.
@@ -93,6 +96,15 @@ class Rank(Child):
         self.stdout, self.stderr = (OutputPipe(pipe, on_first_output, ends_lines=ends_lines) for pipe in pipes)
         if process is not None:
             self.begin(process.pid)
+
+    def kernel_wait(self) -> float:
+        """Return for how many seconds it is known to wait inside the kernel, where it handles no signal; 0 if not."""
+        status = process_status.status(self.pid)
+        if status is None or status.state != "D":
+            self._kernel_wait = None
+        elif self._kernel_wait is None or self._kernel_wait[0] != status.switches:
+            self._kernel_wait = status.switches, time.monotonic()
+        return 0.0 if self._kernel_wait is None else time.monotonic() - self._kernel_wait[1]
 
     def release(self) -> None:
         self.stdout.release()

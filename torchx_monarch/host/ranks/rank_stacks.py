@@ -140,7 +140,7 @@ class _Taker:
         # Without a handler the signal would end the process. A program that is executed has neither handler nor file.
         if not status.caught & 1 << STACKS_SIGNAL - 1 or not process_status.has_open(pid, self._file.fileno()):
             why = "not a fork of the rank" if child else "not a Python program, or not started yet"
-            return self._result(pid, child, problem=f"no stacks: {why}; it is {_doing(status)}")
+            return self._result(pid, child, problem=f"no stacks: {why}; it is {_doing(pid, status)}")
         before = process_status.blocking(pid, STACKS_SIGNAL)
         if before.issuperset(process_status.threads(pid)):
             return self._result(pid, child, problem="blocks the signal that asks for stacks")
@@ -154,7 +154,7 @@ class _Taker:
             if self._file.closed or (status := process_status.status(pid)) is None:
                 return None
             if time.monotonic() > self._until:
-                return self._result(pid, child, self._read(), f"has not answered; it is {_doing(status)}")
+                return self._result(pid, child, self._read(), f"has not answered; it is {_doing(pid, status)}")
         return self._result(pid, child, self._read())
 
     def _has_answered(self, pid: int, before: set[int]) -> bool:
@@ -172,6 +172,8 @@ class _Taker:
         return parse_faulthandler(os.pread(self._file.fileno(), size, 0).decode(errors="replace"), OWN_FILES)
 
 
-def _doing(status: process_status.KernelStatus) -> str:
+def _doing(pid: int, status: process_status.KernelStatus) -> str:
+    if status.state == "D" and (where := process_status.kernel_wait(pid)):
+        return f"uninterruptible, inside the kernel: {where}"
     words = {**_STATES, "R": "running", "S": "sleeping", "D": "uninterruptible, inside the kernel"}
     return words.get(status.state, f"in state {one_line(status.state)}")
