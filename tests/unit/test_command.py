@@ -190,7 +190,7 @@ def test_what_cannot(text: str, replicas: int, parts: Sequence[str]) -> None:
     [("torchrun a.py", 1, 1), ("torchrun --nnodes 2:4 a.py", 3, 2), ("python a.py", 7, 7)],
 )
 def test_the_fewest_replicas(text: str, replicas: int, fewest: int) -> None:
-    assert meaning(text).fewest(replicas) == fewest
+    assert meaning(text).min_nodes(replicas) == fewest
 
 
 def test_the_macro_is_replaced_where_torchrun_replaces_it() -> None:

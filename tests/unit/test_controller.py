@@ -77,13 +77,13 @@ class Job(JobHosts):
         self, sizes: NodeRange, replacements: int, *attempts: Sequence[tuple[int, Exits]] | HostEvent | HostError
     ) -> None:
         spec = HostSpec(
-            replicas=sizes.most + sizes.spares,
+            replicas=sizes.max_hosts + sizes.spares,
             spares=sizes.spares,
             replacements=replacements,
             host_timeout=1.0,
             lease=0.05,
         )
-        self.rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere"), spec), sizes.fewest)
+        self.rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere"), spec), sizes.min_hosts)
         reporter = Reporter(Console(2), None, "trainer")
         options = JobOptions(spec, sizes, report_timeout=0.05)
         super().__init__(options, self.rendezvous.members, self.rendezvous.events, reporter, AsyncMock())

@@ -87,7 +87,7 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
 def test_losses_and_errors_of_spare_hosts_are_no_events(address: Address) -> None:
     async def main() -> None:
         said: list[str] = []
-        first = Rendezvous(HostNetwork(address, HostSpec(replicas=4, spares=2)), fewest=2, say=said.append)
+        first = Rendezvous(HostNetwork(address, HostSpec(replicas=4, spares=2)), min_hosts=2, say=said.append)
         spares: list[list[int]] = []
         first.members.on_idle_change = lambda: spares.append([host.replica for host in first.members.idle])
         await first.start()

@@ -108,7 +108,7 @@ class Command:
         )
         return Program(program.mode, program.target if program.mode == "exec" else target, tuple(args))
 
-    def fewest(self, replicas: int) -> int:
+    def min_nodes(self, replicas: int) -> int:
         """Return the least number of replicas that the job needs: MIN of torchrun's ``--nnodes MIN:MAX``, else all."""
         return self.options.min_nodes if self.kind == "torchrun" else replicas
 

@@ -252,7 +252,7 @@ def _wrap(
     if found is None:
         workload = WorkloadKind.COMMAND
     elif spares:
-        role.num_replicas, role.min_replicas = replicas, found.command.fewest(role.num_replicas)
+        role.num_replicas, role.min_replicas = replicas, found.command.min_nodes(role.num_replicas)
     rendezvous, is_joint = options.rendezvous.get(role.name, ""), role.name in coordination.joint
     spec = RoleSpec.from_role(role, workload=workload, rendezvous=rendezvous, ends_together=is_joint, spares=spares)
     is_server, is_command = is_joint and role.name == coordination.joint[0], found is None

@@ -70,7 +70,7 @@ class Controller:
             if isinstance(ended, JobResult):
                 result = ended
             elif (result := await self._handle(ended)) is None:
-                wait = self._prepare_next(ended)
+                wait = self._count_change(ended)
         if self._queue is not None:
             await self._queue.close(result)
         return result
@@ -164,17 +164,17 @@ class Controller:
             self._gatherer.blame(event.replica, event.result.reason)
             return True
         leaves = event.replica != 0 and isinstance(event, HostPreempted) and self._sizes.can_lose
-        if not leaves or self._members.able_count <= self._sizes.fewest:
+        if not leaves or self._members.able_count <= self._sizes.min_hosts:
             return False
         await self._rendezvous.dismiss(event.replica, event.result)
         return True
 
-    def _prepare_next(self, event: HostEvent) -> float:
-        """Prepare the attempt after a change of the hosts; return the seconds to wait for more than it needs."""
+    def _count_change(self, event: HostEvent) -> float:
+        """Count an attempt and a replacement for a change of the hosts; return the seconds to wait for all hosts."""
         self._attempts.advance(is_restart=not isinstance(event, HostJoined))
         if isinstance(event, HostJoined):
             return 0.0
-        too_few = self._members.able_count < self._sizes.fewest
+        too_few = self._members.able_count < self._sizes.min_hosts
         is_replaced = self._replacements_left > 0
         if is_replaced and (too_few or not self._sizes.can_lose):
             self._replacements_left -= 1

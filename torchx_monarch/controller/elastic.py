@@ -42,12 +42,12 @@ class NodeRange:
     """The number of hosts on which a job runs.
 
     Attributes:
-        fewest: minimum; they have ``join_timeout`` seconds to arrive.
+        min_hosts: they have ``join_timeout`` seconds to arrive.
         most: maximum, without spare hosts; those above the minimum have ``last_call`` seconds more.
     """
 
-    fewest: int
-    most: int
+    min_hosts: int
+    max_hosts: int
     join_timeout: float
     last_call: float = 0.0
     spares: int = 0
@@ -59,11 +59,11 @@ class NodeRange:
             return cls(replicas, replicas, timeout, spares=spares)
         conf = command.options.rdzv_conf
         timeout = timeout if conf.join_timeout is None else conf.join_timeout
-        return cls(command.fewest(replicas), replicas, timeout, last_call=conf.last_call_timeout, spares=spares)
+        return cls(command.min_nodes(replicas), replicas, timeout, last_call=conf.last_call_timeout, spares=spares)
 
     @property
     def elastic(self) -> bool:
-        return self.fewest < self.most
+        return self.min_hosts < self.max_hosts
 
     @property
     def can_lose(self) -> bool:
@@ -89,7 +89,7 @@ class HostGatherer:
         """
         members, sizes = self._members, self._sizes
         while True:
-            if failure := await self._fewest():
+            if failure := await self._wait_for_minimum():
                 return StopRequested(0, JobResult(1, failure))
             if sizes.spares and not members.attempt and not self._needs_no_spare():
                 await members.until(self._needs_no_spare, _ORDER_TIMEOUT)
@@ -98,16 +98,16 @@ class HostGatherer:
                     members.until(self._is_last_call_over, wait),
                     lambda: f"more hosts, {wait:g} s in all (replica {listed(members.missing)})",
                 )
-            if members.able_count >= sizes.fewest:
+            if members.able_count >= sizes.min_hosts:
                 return self._form()
 
     def _form(self) -> list[Registration]:
         members, sizes = self._members, self._sizes
         before, hosts = list(members.attempt.values()), self._choose()
         members.form(hosts)
-        size = f" (elastic, {sizes.fewest} to {sizes.most})" if sizes.elastic else ""
+        size = f" (elastic, {sizes.min_hosts} to {sizes.max_hosts})" if sizes.elastic else ""
         names = [host.hostname for host in hosts]
-        self._reporter.phase("hosts", f"hosts {len(hosts)}/{sizes.most}{size}", count=len(hosts), hosts=names)
+        self._reporter.phase("hosts", f"hosts {len(hosts)}/{sizes.max_hosts}{size}", count=len(hosts), hosts=names)
         if before:
             self._report_change(before, hosts)
         self._report_spares()
@@ -159,48 +159,48 @@ class HostGatherer:
 
         A replica that has never registered may still arrive.
         """
-        members, fewest = self._members, self._sizes.fewest
-        if members.able_count >= fewest or are_replaced or members.unseen:
+        members, sizes = self._members, self._sizes
+        if members.able_count >= sizes.min_hosts or are_replaced or members.unseen:
             return ""
-        missing = listed(members.missing)
-        return f"{members.able_count} of at least {fewest} hosts left, and replica {missing} will not be replaced"
+        missing = f"replica {listed(members.missing)}"
+        return f"{members.able_count} of at least {sizes.min_hosts} hosts left, and {missing} will not be replaced"
 
     def _is_last_call_over(self) -> bool:
         """Whether no further host is waited for: none is missing, or there are enough, or too few for an attempt."""
         members, sizes = self._members, self._sizes
-        return members.is_complete or not sizes.fewest <= members.able_count < sizes.most
+        return members.is_complete or not sizes.min_hosts <= members.able_count < sizes.max_hosts
 
     def _needs_no_spare(self) -> bool:
         """Whether all hosts but spare ones have registered, so that no spare one is used in the place of a late one."""
-        most, spares = self._sizes.most, self._sizes.spares
-        late = sum(not self._members.registered(replica) for replica in range(most, most + spares))
-        return self._members.registered_count == most + spares - late
+        first, end = self._sizes.max_hosts, self._sizes.max_hosts + self._sizes.spares
+        late = sum(not self._members.registered(replica) for replica in range(first, end))
+        return self._members.registered_count == end - late
 
     def _choose(self) -> list[Registration]:
         members, sizes = self._members, self._sizes
         hosts, places = members.able, list(members.attempt) if sizes.spares else []
         excluded = {host.replica for host in hosts if self._is_excluded(host)}
-        return choose(hosts, places, most=sizes.most, fewest=sizes.fewest, excluded=excluded)
+        return choose(hosts, places, max_hosts=sizes.max_hosts, min_hosts=sizes.min_hosts, excluded=excluded)
 
     def _is_excluded(self, host: Registration) -> bool:
         return bool(self._failures.excluded) and self._members.machine(host) in self._failures.excluded
 
-    async def _fewest(self) -> str:
+    async def _wait_for_minimum(self) -> str:
         """Wait for as many hosts as an attempt needs; return why they are not there in time, empty if they are."""
         members, sizes = self._members, self._sizes
 
         def what() -> str:
-            total = f"at least {sizes.fewest}" if sizes.elastic else str(sizes.most)
+            total = f"at least {sizes.min_hosts}" if sizes.elastic else str(sizes.max_hosts)
             return f"host {members.able_count + 1} of {total} (replica {listed(members.missing)})"
 
-        arrived = members.until(lambda: members.able_count >= sizes.fewest, sizes.join_timeout)
+        arrived = members.until(lambda: members.able_count >= sizes.min_hosts, sizes.join_timeout)
         if await self._reporter.while_waiting(arrived, what):
             return ""
         within = f"within {sizes.join_timeout:g} s (--host-timeout, or join_timeout of --rdzv-conf)"
         missing = f"replica {listed(members.missing)}"
         if not sizes.elastic:
             return f"{missing} did not arrive {within}"
-        return f"{members.able_count} of at least {sizes.fewest} hosts arrived {within}: {missing} did not"
+        return f"{members.able_count} of at least {sizes.min_hosts} hosts arrived {within}: {missing} did not"
 
     def _report_change(self, before: Sequence[Registration], now: Sequence[Registration]) -> None:
         old_replicas, new_replicas = ({host.replica for host in hosts} for hosts in (before, now))
@@ -235,22 +235,22 @@ def listed(replicas: Iterable[int]) -> str:
 def choose(
     present: Sequence[Registration],
     places: Sequence[int],
-    most: int,
-    fewest: int,
+    max_hosts: int,
+    min_hosts: int,
     excluded: Collection[int] = (),
 ) -> list[Registration]:
     """Choose the hosts of an attempt; return them by node rank.
 
     ``places`` are the replicas of the previous attempt, by node rank. Excluded replicas are left out, unless fewer than
-    ``fewest`` hosts would be left. Replica 0 always takes part: the controller runs there.
+    ``min_hosts`` hosts would be left. Replica 0 always takes part: the controller runs there.
     """
     usable = {host.replica: host for host in present if host.replica == 0 or host.replica not in excluded}
     had_place = set(places)
     others = sorted((host for host in present if host.replica not in usable), key=lambda h: h.replica not in had_place)
-    usable.update((host.replica, host) for host in others[: max(0, fewest - len(usable))])
-    taken = [replica if replica in usable else None for replica in places[:most]]
+    usable.update((host.replica, host) for host in others[: max(0, min_hosts - len(usable))])
+    taken = [replica if replica in usable else None for replica in places[:max_hosts]]
     free = iter(sorted(usable.keys() - set(taken)))
-    seats = [*taken, *[None] * (most - len(taken))]
+    seats = [*taken, *[None] * (max_hosts - len(taken))]
     chosen = [next(free, None) if replica is None else replica for replica in seats]
     return [usable[replica] for replica in chosen if replica is not None]
 

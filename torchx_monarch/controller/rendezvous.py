@@ -126,19 +126,19 @@ class Rendezvous:
             ``RendezvousError`` refuses the client.
 
     Args:
-        fewest: minimum number of hosts that the job needs; None for all.
+        min_hosts: minimum number of hosts that the job needs; None for all.
         say: called with a line for the job's log.
     """
 
     def __init__(
-        self, network: HostNetwork, fewest: int | None = None, say: Callable[[str], None] = lambda line: None
+        self, network: HostNetwork, min_hosts: int | None = None, say: Callable[[str], None] = lambda line: None
     ) -> None:
         self.events = HostEvents()
         self.members = Members(network.options.replicas)
         self.clients: dict[str, Serve] = {"state": self._send_state, "stop": self._stop, "resume": self._resume}
         self._network = network
         self._replicas = network.options.replicas
-        self._fewest = self._replicas if fewest is None else fewest
+        self._min_hosts = self._replicas if min_hosts is None else min_hosts
         self._spares = network.options.spares
         self._say = say
         self._leases = Leases(
@@ -333,7 +333,7 @@ class Rendezvous:
             raise LaterError("the hosts that this one was started to join are ending")
         if last is not None and last.knows_result:
             raise LaterError("its start before this one knows how the job has ended: it belongs to the next job")
-        if host.error and self._fewest < self._replicas and self.members.has_begun:
+        if host.error and self._min_hosts < self._replicas and self.members.has_begun:
             raise RendezvousError(host.error)  # the job goes on without it
         if host.error and host.replica and self._spares:
             self.members.add(Member(host, MemberState.REFUSED))
@@ -375,7 +375,7 @@ class Rendezvous:
     def _is_needed(self, member: Member) -> bool:
         """Return whether the loss of a registered host ends the attempt: it is in it, or too few would be left."""
         is_spare = self._spares > 0 and self.members.has_begun and not self.members.in_attempt(member.host.replica)
-        return not is_spare or self.members.able_count - 1 < self._fewest
+        return not is_spare or self.members.able_count - 1 < self._min_hosts
 
 
 def _lost(host: Registration, how: str) -> HostLost:

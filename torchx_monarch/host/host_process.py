@@ -205,7 +205,7 @@ class HostProcess:
 
     async def _control(self, registration: Registration, network: HostNetwork) -> JobResult:
         host, options, workload = self._host, self._host.options, self._workload
-        self._rendezvous = rendezvous = Rendezvous(network, workload.sizes.fewest, host.reporter.line)
+        self._rendezvous = rendezvous = Rendezvous(network, workload.sizes.min_hosts, host.reporter.line)
         self._spawn(host.reporter.show_life())
         controller = workload.controller(rendezvous, network)
         coordination = coordinator(rendezvous, network, host.environ, host.reporter)
