@@ -16,6 +16,7 @@ from tests.contract.place import TORCHX
 from tests.fork_server import run_torchx
 from tests.unit.test_json_page import documented
 from tests.waits import WITHIN, until
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.cli import exit_codes
 
 PROGRAM = """
@@ -148,7 +149,8 @@ while not os.path.exists("go on"):
 
 def test_the_logs_of_a_job(tmp_path: Path) -> None:
     (tmp_path / "go on").touch()
-    handle = submit(tmp_path, "-j", "2x2", "--max_restarts", "1", script="gpt2.py")
+    much = PROGRAM + "\nfor _ in range(10): print('much ' * 5000, flush=True)"
+    handle = submit(tmp_path, "-j", "2x2", "--max_restarts", "1", script="gpt2.py", program=much)
     lines = [json.loads(line) for line in monarch("logs", handle, "--follow", "--json").splitlines()]
     lines = [json.loads(line) for line in monarch("logs", handle, "--json").splitlines()]
     assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
@@ -158,6 +160,10 @@ def test_the_logs_of_a_job(tmp_path: Path) -> None:
     }
     plain = monarch("logs", handle).splitlines()
     assert len(plain) == len(lines)
+    printed = sum(len(line["text"]) + 1 for line in lines if line["rank"] is not None)
+    logs = Path(state_files.app_paths(handle.rpartition("/")[2]).logs).rglob("*")
+    kept = [path for path in logs if path.suffix in (".log", ".idx")]
+    assert 1_000_000 < printed < sum(path.stat().st_size for path in kept) < 1.1 * printed
     assert "[3] step 0 of attempt 1" in plain and any(line.startswith("gpt2/0 [monarch] ranks 4/4") for line in plain)
     assert "gpt2/1 [3] step 0 of attempt 1\n" in torchx("log", handle)
     chosen = monarch("logs", handle, "--rank", "0,2-3", "-n", "9").splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -115,9 +116,9 @@ def job(apps: Detached, script: Callable[[str], str]) -> tuple[str, Callable[[],
     paths = apps.paths(app_id)
 
     def text() -> str:
-        return "".join(path.read_text() for path in [*Path(paths.logs).rglob("combined.log"), Path(paths.events)])
+        return "".join(path.read_text() for path in [*Path(paths.logs).rglob("*.log"), Path(paths.events)])
 
-    until(lambda: text().count("]:pid") == 4, "the ranks")
+    until(lambda: len(re.findall("^pid", text(), re.M)) == 4, "the ranks")
     return app_id, text
 
 
@@ -127,7 +128,7 @@ def test_a_cancelled_job_is_not_preempted(apps: Detached, job: tuple[str, Callab
     status = apps.wait(app_id)
     assert (status.state, status.msg) == (AppState.CANCELLED, "cancelled")
     assert "preempt" not in text() and "was told to stop" in text()
-    assert text().count("]:clean") == 4
+    assert len(re.findall("^clean", text(), re.M)) == 4
 
 
 def test_a_job_whose_folder_is_removed_is_stopped(apps: Detached, job: tuple[str, Callable[[], str]]) -> None:

@@ -17,10 +17,11 @@ from tests.waits import WITHIN
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.timed_line import LogQuery
 from torchx_monarch.host.ranks import rank_main
+from torchx_monarch.host.ranks.rank_log import LogSpace, RankLog
 from torchx_monarch.host.ranks.rank_logs import FilteredFile
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.host.ranks.run_output import RunOutput, RunOutputSink
-from torchx_monarch.supervisor import log_files
+from torchx_monarch.supervisor import log_files, log_reader
 from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.system.line_output import CONTINUED, LONGEST, LineOutput, LineReader, complete
 
@@ -39,7 +40,8 @@ class Rank:
     ) -> None:
         end, self._pipe = os.pipe()
         self.output = OutputPipe(os.fdopen(end, "rb", 0), lambda: None)
-        self.output.assign(file, console, prefix, sinks)
+        log = RankLog(file, LogSpace(print)) if file else None
+        self.output.assign(log, console, prefix, sinks)
         self.output.release()
 
     async def write(self, data: bytes) -> None:
@@ -183,19 +185,19 @@ def test_characters_are_not_torn(text: str, end: int) -> None:
 
 
 def test_a_follower_sees_a_progress_bar(tmp_path: Path) -> None:
-    out = log_files.ReplicaLogs(str(tmp_path))
+    out = log_files.ReplicaLog(str(tmp_path))
     out.feed("stdout", b"begin\n\r 10%\r")
-    out.end_lines()
+    out.flush_old()
     ended = False
     following = LogQuery[AppSnapshot](stream="stdout", follow=True, has_ended=lambda: ended)
-    lines = (line.text for line in log_files.lines(str(tmp_path), following))
+    lines = (line.text for line in log_reader.lines(str(tmp_path), following))
     assert [next(lines), next(lines)] == ["begin\n", "\r 10%"]
     out.feed("stdout", b"\r 20%\nend\n")
     assert [next(lines), next(lines)] == ["\r\r 20%\n", "end\n"]
     ended = True
     assert list(lines) == []
     out.close()
-    assert [line.text for line in log_files.lines(str(tmp_path), LogQuery[AppSnapshot](stream="stdout"))] == [
+    assert [line.text for line in log_reader.lines(str(tmp_path), LogQuery[AppSnapshot](stream="stdout"))] == [
         "begin\n",
         "\r 10%\r\r 20%\n",
         "end\n",
@@ -203,12 +205,12 @@ def test_a_follower_sees_a_progress_bar(tmp_path: Path) -> None:
 
 
 def test_a_very_long_line_is_read_in_pieces(tmp_path: Path) -> None:
-    out = log_files.ReplicaLogs(str(tmp_path))
+    out = log_files.ReplicaLog(str(tmp_path))
     for _ in range(64):
         out.feed("stdout", b"x" * 65536)
     out.feed("stdout", b"\nend\n")
     out.close()
-    lines = [line.text for line in log_files.lines(str(tmp_path), LogQuery[AppSnapshot]())]
+    lines = [line.text for line in log_reader.lines(str(tmp_path), LogQuery[AppSnapshot]())]
     assert len(lines) > 3 and max(map(len, lines)) < 2 << 20
     assert all(line.startswith("[continued] x") for line in lines[1:-1])
     assert sum(line.count("x") for line in lines) == 64 * 65536 and lines[-1] == "end\n"

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import dataclasses
 import math
 import os
 import threading
@@ -14,14 +17,19 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torchx.specs import AppDef, Role
 
 from tests.waits import WITHIN
-from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine
+from torchx_monarch.cli import logs
 from torchx_monarch.cli.logs import LogMerge, _Tail
 from torchx_monarch.insight.log_lines import LogLine
-from torchx_monarch.supervisor import log_files
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.state import State
+from torchx_monarch.supervisor import log_files, log_reader
 from torchx_monarch.system import safe_files
+from torchx_monarch.system.line_output import CONTINUED
 
 
 @pytest.fixture
@@ -32,15 +40,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return made
 
 
-def read(folder: Path, stream: str = "combined", since: float | None = None, until: float | None = None) -> list[str]:
+def read(folder: Path, stream: str = "", since: float | None = None, until: float | None = None) -> list[str]:
     return [line.text for line in read_timed(folder, stream, since, until)]
 
 
 def read_timed(
-    folder: Path, stream: str = "combined", since: float | None = None, until: float | None = None, tail: int = 0
+    folder: Path, stream: str = "", since: float | None = None, until: float | None = None, tail: int = 0
 ) -> list[TimedLine]:
     return list(
-        log_files.lines(
+        log_reader.lines(
             str(folder),
             LogQuery[AppSnapshot](
                 since=None if since is None else datetime.fromtimestamp(since),
@@ -53,23 +61,25 @@ def read_timed(
 
 
 def test_lines_have_the_time_at_which_they_began(tmp_path: Path, clock: SimpleNamespace) -> None:
-    out = log_files.ReplicaLogs(str(tmp_path))
+    out = log_files.ReplicaLog(str(tmp_path))
     for n in range(10):
         out.feed("stdout", f"start {n}".encode())
-        clock.now += 1
+        clock.now += log_files.PATIENCE
+        out.flush_old(clock.now)
+        clock.now += 1 - log_files.PATIENCE
         out.feed("stdout", f" end {n}\nwhole {n}\n".encode())
         clock.now += 1
     out.close()
-    # Line "start n" began at 1000 + 2n, line "whole n" at 1001 + 2n: but the latter came in one piece with an end.
+    # Line "start n" began at 1000.2 + 2n, line "whole n" at 1001 + 2n: but the latter came in one piece with an end.
     assert read(tmp_path, "stdout", since=1004.0, until=1006.0) == ["start 2 end 2\n", "whole 2\n"]
-    assert read(tmp_path, "stdout", since=1018.0) == ["start 9 end 9\n", "whole 9\n"]
+    assert read(tmp_path, "stdout", since=1018.1) == ["start 9 end 9\n", "whole 9\n"]
     assert read(tmp_path, "stdout", until=1000.0) == []
     assert read(tmp_path, "stdout", since=5000.0) == []
     assert len(read(tmp_path, "stdout", until=5000.0)) == 20
 
 
 def test_lines_are_read_with_their_times(tmp_path: Path, clock: SimpleNamespace) -> None:
-    out = log_files.ReplicaLogs(str(tmp_path))
+    out = log_files.ReplicaLog(str(tmp_path))
     for n in range(5000):
         out.feed("stdout", f"line {n}\n".encode())
         clock.now += 1
@@ -81,9 +91,9 @@ def test_lines_are_read_with_their_times(tmp_path: Path, clock: SimpleNamespace)
     ]
     assert [line.time for line in read_timed(tmp_path)] == [1000.0 + n for n in range(5001)]
     for damaged in (math.nan, math.inf, -math.inf, 1e300, -1e300, 1e12):
-        (tmp_path / "stdout.log.idx").write_bytes(log_files.RECORD.pack(0, damaged))
+        (tmp_path / log_files.INDEX).write_bytes(log_files.RECORD.pack(0, damaged, 1))
         assert {line.time for line in read_timed(tmp_path, "stdout")} == {0.0}
-    (tmp_path / "stdout.log.idx").unlink()
+    (tmp_path / log_files.INDEX).unlink()
     assert {line.time for line in read_timed(tmp_path, "stdout")} == {0.0}
 
 
@@ -97,16 +107,21 @@ def test_the_last_lines_of_a_log(tmp_path: Path, lengths: list[int], is_ended: b
     assert [line.text for line in read_timed(tmp_path, tail=tail)][-tail:] == lines[-tail:]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["stdout", "stderr"]), st.binary(max_size=20)), max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["stdout", "stderr"]), st.text("ab\r\n", max_size=20).map(str.encode)), max_size=30
+    )
+)
 def test_nothing_is_lost_or_mixed(tmp_path_factory: pytest.TempPathFactory, pieces: list[tuple[str, bytes]]) -> None:
     folder = tmp_path_factory.mktemp("logs")
-    out = log_files.ReplicaLogs(str(folder))
+    out = log_files.ReplicaLog(str(folder))
     for stream, data in pieces:
         out.feed(stream, data)
     out.close()
     whole = {s: b"".join(data for stream, data in pieces if stream == s) for s in ("stdout", "stderr")}
     for stream, data in whole.items():
-        assert (folder / f"{stream}.log").read_bytes() == data
+        text = "".join(read(folder, stream)).encode()
+        assert text.replace(CONTINUED, b"").replace(b"\n", b"") == data.replace(CONTINUED, b"").replace(b"\n", b"")
     combined = (folder / "combined.log").read_bytes()
     ends = [data for data in whole.values() if data and not data.endswith(b"\n")]
     assert sorted(combined.removesuffix(b"\n").split(b"\n")) == sorted(
@@ -116,7 +131,7 @@ def test_nothing_is_lost_or_mixed(tmp_path_factory: pytest.TempPathFactory, piec
 
 
 def test_unfinished_lines(tmp_path: Path, clock: SimpleNamespace) -> None:
-    out = log_files.ReplicaLogs(str(tmp_path))
+    out = log_files.ReplicaLog(str(tmp_path))
     combined = tmp_path / "combined.log"
     assert out.flush_old(clock.now) == math.inf
     out.feed("stdout", b"10%")
@@ -135,11 +150,12 @@ def test_unfinished_lines(tmp_path: Path, clock: SimpleNamespace) -> None:
     out.feed("stderr", b" rest\n")
     out.close()
     assert combined.read_bytes() == b"10% 20% 30%\nhalf\n[monarch] one\n[monarch] two\n[continued]  rest\n"
-    assert (tmp_path / "stderr.log").read_bytes() == b"half\n[monarch] one\n[monarch] two\n rest\n"
+    assert read(tmp_path, "stdout") == ["10% 20% 30%\n"]
+    assert read(tmp_path, "stderr") == ["half\n", "[monarch] one\n", "[monarch] two\n", "[continued]  rest\n"]
 
 
 def test_logs_that_cannot_be_opened(tmp_path: Path) -> None:
-    out = log_files.ReplicaLogs(str(tmp_path / "none"))
+    out = log_files.ReplicaLog(str(tmp_path / "none"))
     out.feed("stdout", b"x\n")
     out.say("y")
     out.close()
@@ -152,15 +168,14 @@ def test_a_log_on_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         safe_files,
         "open_file",
         lambda path, *flags, **more: (
-            os.open("/dev/full", *flags) if path.endswith("stdout.log") and flags else opened(path, *flags, **more)
+            os.open("/dev/full", *flags) if path.endswith("combined.log") and flags else opened(path, *flags, **more)
         ),
     )
-    out = log_files.ReplicaLogs(str(tmp_path))
+    out = log_files.ReplicaLog(str(tmp_path))
     out.feed("stdout", b"x" * 100 + b"\n")
     out.feed("stderr", b"fine\n")
     out.close()
-    assert (out.lost, out.reason) == (101, "No space left on device")
-    assert len(read(tmp_path)) == 2
+    assert (out.lost, out.reason) == (106, "No space left on device")
 
 
 def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
@@ -170,9 +185,9 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
 
     code = """
 import resource, sys
-from torchx_monarch.supervisor import log_files
+from torchx_monarch.supervisor import log_files, log_reader
 resource.setrlimit(resource.RLIMIT_FSIZE, (150, resource.RLIM_INFINITY))
-out = log_files.ReplicaLogs(sys.argv[1])
+out = log_files.ReplicaLog(sys.argv[1])
 out.feed("stdout", b"x" * 99 + b"\\n")
 out.feed("stdout", b"y" * 99 + b"\\n")
 print(out.lost, out.reason)
@@ -182,7 +197,7 @@ out.close()
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True, timeout=WITHIN
     )
     assert done.stdout == "50 File too large\n"
-    assert (tmp_path / "stdout.log").stat().st_size == 150
+    assert (tmp_path / "combined.log").stat().st_size == 150
 
 
 @given(st.lists(st.lists(st.integers(0, 50)), max_size=5))
@@ -238,3 +253,28 @@ def test_an_error_of_a_log_is_raised() -> None:
 
     with pytest.raises(OSError, match="gone"):
         list(LogMerge({"x": broken()}, follow=False))
+
+
+def test_the_last_lines_of_a_rank_are_looked_for_until_there_are_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A backend may not know whose lines are whose."""
+    texts = [f"[r{int(number > 2)}]:line {number}\n" for number in range(40_000)]
+    tails: list[int] = []
+
+    def replica_log(*_: object, tail: int, **__: object) -> Iterator[TimedLine]:
+        tails.append(tail)
+        yield from (TimedLine(1.0, text) for text in texts[-tail:])
+
+    role = Role("r", "image", entrypoint="torchrun", args=["--role=r", "--tee=3", "--nproc-per-node=2", "x.py"])
+    app = AppSnapshot("a", "a", [RoleSnapshot(RoleSpec("r"), [ReplicaSnapshot("r", 0, State.SUCCEEDED)])])
+    app = dataclasses.replace(app, app=AppDef("a", [role]))
+    scheduler = SimpleNamespace(apps=SimpleNamespace(replica_log=replica_log))
+    job = SimpleNamespace(scheduler=scheduler, read_app=lambda: (app, SimpleNamespace(state=State.SUCCEEDED)))
+    monkeypatch.setattr(logs, "opened_job", lambda _: contextlib.nullcontext(job))
+    names = ("role", "since", "timestamps", "follow", "json")
+    logs.run(argparse.Namespace(handle="s://x/a", rank=[range(1)], tail=2, **dict.fromkeys(names)))
+    assert capsys.readouterr().out == "[0] line 1\n[0] line 2\n"
+    logs.run(argparse.Namespace(handle="s://x/a", rank=[range(1, 2)], tail=1, **dict.fromkeys(names)))
+    assert capsys.readouterr().out == "[1] line 39999\n"
+    assert tails == [1002, 16_032, 256_512, 256_512, 1001, 1001]

@@ -222,7 +222,7 @@ _READ_LOGS = """if True:
     from torchx_monarch.model.role_spec import RoleSpec
     from torchx_monarch.model.state import State
     from torchx_monarch.schedulers import command, monarch_local
-    from torchx_monarch.supervisor import log_files
+    from torchx_monarch.supervisor import log_reader
 
     LIMIT = 64
     resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -231,7 +231,7 @@ _READ_LOGS = """if True:
     found = app, SimpleNamespace(state=State.SUCCEEDED)
 
     def lines(app, role, replica, **_):
-        return log_files.lines(".", LogQuery())
+        return log_reader.lines(".", LogQuery())
 
     scheduler = monarch_local("torchx")
     scheduler.apps = SimpleNamespace(read=lambda _: found, recent=lambda _: found, replica_log=lines)

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import heapq
 import queue
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -76,7 +77,9 @@ def run(args: argparse.Namespace) -> None:
         roles = _roles(app, args)
         if args.rank is not None:
             _check_ranks(app, roles, args)
-        logs = _open_logs(job.scheduler, app, roles, args, follow := args.follow and not status.state.is_terminal)
+        open_logs = functools.partial(_open_logs, job.scheduler, app, roles, args)
+        counted = _Printer(app, timestamps=True, as_json=True)
+        logs = open_logs(_tail(open_logs, counted, args), follow := args.follow and not status.state.is_terminal)
         printer = _Printer(app, args.timestamps, args.json)
         tail = _Tail(printer.show, args.tail, began)
         for line in printer.parsed(LogMerge(logs, follow, on_idle=tail.show_all), args.rank):
@@ -140,14 +143,44 @@ def _check_ranks(app: AppSnapshot, roles: Sequence[str], args: argparse.Namespac
         raise UserError(f"{args.handle} has no rank {last}; it has {rank_ranges(range(most))}")
 
 
+def _tail(
+    open_logs: Callable[[int, bool], Mapping[Source, Iterator[TimedLine]]], printer: _Printer, args: argparse.Namespace
+) -> int:
+    """Return how many of the last lines of each log to read for ``-n``; 0 for all.
+
+    Most backends do not know which lines are of the chosen ranks: more are read until there are enough of these.
+    """
+    tail = args.tail + _STATES if args.tail is not None else 0
+    while tail and args.rank is not None:
+        sizes = Counter[Source]()
+
+        def counted(source: Source, lines: Iterable[TimedLine], sizes: Counter[Source] = sizes) -> Iterator[TimedLine]:
+            for line in lines:
+                sizes[source] += 1
+                yield line
+
+        logs = {source: counted(source, lines) for source, lines in open_logs(tail, False).items()}
+        chosen = sum(1 for _ in printer.parsed(LogMerge(logs, follow=False), args.rank))
+        if chosen >= args.tail or max(sizes.values(), default=0) < tail:
+            break
+        tail *= 16
+    return tail
+
+
 def _open_logs(
-    scheduler: MonarchScheduler, app: AppSnapshot, roles: Sequence[str], args: argparse.Namespace, follow: bool
+    scheduler: MonarchScheduler,
+    app: AppSnapshot,
+    roles: Sequence[str],
+    args: argparse.Namespace,
+    tail: int,
+    follow: bool,
 ) -> dict[Source, Iterator[TimedLine]]:
     """Return the lines of each replica of some roles."""
-    tail = args.tail + _STATES if args.tail is not None and args.rank is None else 0
     return {
         (replica.role, replica.id): _readable(
-            scheduler.apps.replica_log(app, replica.role, replica.id, since=args.since, tail=tail, follow=follow)
+            scheduler.apps.replica_log(
+                app, replica.role, replica.id, since=args.since, tail=tail, ranks=args.rank or (), follow=follow
+            )
         )
         for replica in app.replicas
         if replica.role in roles

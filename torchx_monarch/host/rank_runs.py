@@ -32,6 +32,7 @@ from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.preflight import take_facts
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
+from torchx_monarch.host.ranks.rank_log import LogSpace
 from torchx_monarch.host.ranks.rank_logs import RankLogs
 from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.host.ranks.rank_starter import RankStarter
@@ -42,7 +43,7 @@ from torchx_monarch.host.ranks.zygote import Zygotes
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
 from torchx_monarch.host.worker_loops import RankRelay
 from torchx_monarch.host.workload import Workload
-from torchx_monarch.model.env_names import BATCH_JOB
+from torchx_monarch.model.env_names import BATCH_JOB, LOG_REFERENCES
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.run_dirs import remove_tree
@@ -176,7 +177,8 @@ class RankRuns(Workload):
     def _new_pool(self, run: RunSpec, log_dir: str | None) -> RankPool:
         host = self._host
         self._recorders = self._recorders or FlightRecorders(host.sockets, host.disk)
-        logs = RankLogs(host.options.replica, host.hostname, log_dir, run, host.stdout, host.stderr, self._output)
+        shown = host.stdout, host.stderr, self._output
+        logs = RankLogs(host.options.replica, host.hostname, log_dir, run, self._space, *shown)
         starter = RankStarter(run, self._zygotes, host.reporter.line)
         says = (host.reporter.line, self._report_first_output)
         self.pool = pool = RankPool(logs, starter, self._recorders, host.disk, host.attach_socket, *says)
@@ -241,6 +243,12 @@ class RankRuns(Workload):
         if self._function_file:
             self._host.disk.call(remove_tree, self._function_file)
         output.end(read_values(os.path.dirname(self._function_file), ranks) if self._function_file else iter(()))
+
+    @functools.cached_property
+    def _space(self) -> LogSpace:
+        host = self._host
+        referred = host.log_dir if LOG_REFERENCES in host.environ else ""
+        return LogSpace(host.reporter.line, host.options.log_limit, referred)
 
     @functools.cached_property
     def _code(self) -> HostCode:

@@ -17,12 +17,16 @@ RANK0_HOST = "TORCHX_RANK0_HOST"
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable that names the network interface for ranks' connections by Gloo."""
 
+LOG_REFERENCES = "MONARCH_LOG_REFERENCES"
+"""The variable that is set if the reader of a host's output knows ``system.log_references``."""
+
 FOR_HOSTS = (
     "MONARCH_RENDEZVOUS",  # address of the rendezvous
     CREDENTIALS,
     "MONARCH_RUN_DIR",  # folder for sockets
     "MONARCH_EVENTS",  # the events file
     "MONARCH_LOG_DIR",  # folder for logs
+    LOG_REFERENCES,
     "MONARCH_RESTART",  # how often the backend has restarted the host
     "MONARCH_STOP_FILE",  # a file that exists once the host is asked to stop
     "MONARCH_PEERS",  # addresses of replica 0 of each role

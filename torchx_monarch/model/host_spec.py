@@ -40,6 +40,21 @@ def parse_ports(text: str) -> tuple[int, int]:
     return low, high
 
 
+def parse_size(text: str) -> int:
+    """Read a number of bytes, perhaps with a unit, each 1024 times the one before: ``500K``, ``1.5G``."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", text)
+    if found is None:
+        raise ValueError(f"{text!r} is no size such as 500M or 2G")
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
+
+
+def parse_log_limit(text: str) -> int:
+    """Read a size of at least 1M."""
+    if (size := parse_size(text)) < 1 << 20:
+        raise ValueError("it is less than 1M")
+    return size
+
+
 def parse_exit_codes(text: str) -> tuple[int, ...]:
     """Parse numbers and names of signals, separated by ``+`` or commas. Signal N becomes 128 + N, as in a shell.
 
@@ -162,6 +177,7 @@ class HostSpec:
     on_end: str = _flag("")
     retry_on: tuple[int, ...] = _joined((), parse_exit_codes)
     same_step_limit: int = _count(3)
+    log_limit: int = _flag(0, parse=int)
     spares: int = _count(0)
     exclude_after: int = _count(3)
     workload: str = _word("ranks", "command")

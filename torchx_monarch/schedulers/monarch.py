@@ -35,7 +35,7 @@ from torchx_monarch.command.command import CommandError
 from torchx_monarch.command.rank_command import names_torchrun, rank_command
 from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
 from torchx_monarch.model.check_result import CheckResult
-from torchx_monarch.model.host_spec import HostSpec, parse_exit_codes, parse_ports, wrong_values
+from torchx_monarch.model.host_spec import HostSpec, parse_exit_codes, parse_log_limit, parse_ports, wrong_values
 from torchx_monarch.schedulers import NAMES, command, no_scheduler, owner
 from torchx_monarch.schedulers.description import describe, list_entry, shorten
 from torchx_monarch.schedulers.foreground import Foreground
@@ -172,7 +172,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         preload = [] if options.preload == "none" else options.preload.replace("+", ",").split(",")
         parsed: dict[str, Any] = {"preload": tuple(filter(None, preload))}
         network = options if isinstance(options, NetworkOpts) else None
-        for name, parse in (("retry_on", parse_exit_codes), ("ports", parse_ports)):
+        parsers = {"retry_on": parse_exit_codes, "ports": parse_ports, "log_limit": parse_log_limit}
+        for name, parse in parsers.items():
             if value := getattr(options, name, ""):
                 try:
                     parsed[name] = parse(value)
@@ -180,7 +181,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
                     raise InvalidRunConfigException(f"Run option `{name}` is {value}: {error}", name, cfg) from None
         # The other options that hosts have too have the same names and values.
         given = {field.name for field in dataclasses.fields(MonarchOpts if network is None else NetworkOpts)}
-        shared = given & {field.name for field in dataclasses.fields(HostSpec)} - {"preload", "retry_on", "ports"}
+        shared = given & {field.name for field in dataclasses.fields(HostSpec)} - {"preload", *parsers}
         spec = HostSpec(**{name: getattr(options, name) for name in shared}, **parsed)
         capabilities, rendezvous = self.inner.capabilities, dict[str, str]()
         if network is not None:

@@ -112,7 +112,7 @@ class Replica:
         self.retries = 0
         self.backoff = Backoff()
         self._killed_for = ""
-        self.logs = log_files.ReplicaLogs(log_dir)
+        self.log = log_files.ReplicaLog(log_dir)
         self._request = request
         self.env = dict(env)
         self._selector = selector
@@ -191,7 +191,7 @@ class Replica:
             if not data:  # all writers are gone
                 self._close_pipe(pipe)
                 return
-            self.logs.feed(self._pipes[pipe], data)
+            self.log.feed(self._pipes[pipe], data)
             limit -= len(data)
 
     def _close_pipe(self, pipe: IO[bytes]) -> None:
@@ -228,7 +228,7 @@ class Replica:
             self.record.state = State.SUCCEEDED
             return
         self.record.error = self.read_error()
-        self.logs.say(text)
+        self.log.say(text)
         self.record.state = State.CANCELLED if self.stopping else State.FAILED
         if not self.stopping:
             self.failure = text
@@ -251,11 +251,11 @@ class Replica:
         """Prepare another start: kill what is left of the last start, and note the restart in the logs."""
         processes.kill_until_gone(lambda: processes.adopted(self.marks))
         self.close_pipes()
-        self.logs.end_lines()
+        self.log.end_lines()
         self.record.restarts += 1
         self.retries += 1
         self.record.state = State.PENDING
-        self.logs.say(f"replica {self.name} is restarted (restart {self.record.restarts})")
+        self.log.say(f"replica {self.name} is restarted (restart {self.record.restarts})")
 
     def terminate(self, hosts: Sequence[int]) -> None:
         """Ask the replica to stop, once: send SIGTERM to its hosts, or to its process group if it has none."""

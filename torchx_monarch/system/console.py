@@ -97,6 +97,10 @@ class WriterThread:
     def close(self, fd: int) -> None:
         """Close a descriptor after all writes, and end the thread; no writes may follow."""
         self.call(os.close, fd)
+        self.end()
+
+    def end(self) -> None:
+        """End the thread after all writes; none may follow."""
         self._executor.shutdown(wait=False)
 
     @classmethod
@@ -135,6 +139,11 @@ class Console:
     def write(self, writer: object, text: bytes, prefix: bytes = b"") -> None:
         """Write whole lines, or part of a line that continues later (see ``LineOutput.place``)."""
         self.writer.write(self._fd, self._lines.place(writer, text, prefix))
+
+    def write_line(self, writer: object, line: Callable[[], bytes], size: int) -> None:
+        """Write the line of ``size`` bytes at most that a function returns, after all earlier writes."""
+        lead = self._lines.place(writer, b"\n")[:-1]
+        self.writer.call(lambda: write_all(self._fd, lead + line().removesuffix(b"\n") + b"\n"), size=size)
 
     def end(self, writer: object) -> None:
         """End the unfinished line of a writer that has ended."""

@@ -144,7 +144,7 @@ class Apps(Place):
     def everything(self, handle: str) -> str:
         """Return what the job has written, for the message of a failure."""
         root = Path(self.paths(handle).root)
-        names = ("job.log", "job.json", "replica.json", "combined.log")
+        names = ("job.log", "job.json", "replica.json", "combined.log", "stdout.log", "stderr.log")
         files = [path for path in sorted(root.rglob("*")) if path.name in names and path.is_file()]
         return "\n".join(f"== {path}\n{path.read_text()}" for path in files)
 

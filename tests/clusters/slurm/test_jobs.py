@@ -50,7 +50,7 @@ def test_roles_are_components_and_a_sidecar_ends_with_the_others(apps: Apps) -> 
         replicas=2,
         metadata={"monarch": {"sidecar": True}},
     )
-    log = "$$MONARCH_LOG_DIR/../../reader/$$k/stdout.log"
+    log = "$$MONARCH_LOG_DIR/../../reader/$$k/combined.log"
     awaited = f"for k in 0 1; do while ! test -s {log}; do sleep 0.1; done; done; echo done"
     handle = apps.run(sh("true", name="main"), sh(awaited, name="last"), reader)
     status = apps.wait(handle, AppState.SUCCEEDED)

@@ -48,7 +48,7 @@ from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.env_names import JOB_VARIABLES
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor import log_files
+from torchx_monarch.supervisor import log_reader
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.run_dirs import remove_tree
 from torchx_monarch.system.untrusted_text import one_line
@@ -434,7 +434,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         self, app: BatchSnapshot, role: str, replica: int, query: LogQuery[BatchSnapshot]
     ) -> Iterator[TimedLine]:
         """Return lines of a replica's log; of both streams together if no stream is named. Times are right to 0.1 s."""
-        return log_files.lines(app.folder.replica_logs(role, replica), query, app.folder.trusted)
+        return log_reader.lines(app.folder.replica_logs(role, replica), query, app.folder.trusted)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

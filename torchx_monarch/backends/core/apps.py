@@ -84,11 +84,9 @@ class Apps(Generic[S]):
         query = self._query(app_id, since=since, until=until, stream=stream.value if stream else "", follow=follow)
         return (line.text for line in self.backend.read_log(app, role, replica, query))
 
-    def replica_log(
-        self, app: S, role: str, replica: int, *, since: datetime | None = None, tail: int = 0, follow: bool = False
-    ) -> Iterable[TimedLine]:
+    def replica_log(self, app: S, role: str, replica: int, **query_fields: Any) -> Iterable[TimedLine]:
         """Return the lines of one replica, both streams together, with their times; arguments as in ``LogQuery``."""
-        query = self._query(app.app_id, since=since, tail=tail, follow=follow)
+        query = self._query(app.app_id, **query_fields)
         return self.backend.read_log(app, role, replica, query)
 
     def _query(self, app_id: str, **lines: Any) -> LogQuery[S]:

@@ -77,6 +77,10 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     """For programs that report their steps: number of failures in a row at the same step after which ranks are not
     restarted; 0 for any number."""
 
+    log_limit: str = ""
+    """How much of the output of each rank is kept in each of its log files, `500M` or `2G`: three quarters of it at
+    least, the newest. Empty: all of it."""
+
     spares: int = 0
     """Spare hosts of each role of ranks: a spare takes the place of a host that is lost or fails again and again. `-j
     4+1x8` says the same."""

@@ -5,7 +5,7 @@ and into their objects."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Generic, NamedTuple, TypeVar
@@ -41,6 +41,8 @@ class LogQuery(Generic[S]):
         stream: ``stdout`` or ``stderr`` alone; empty for both together.
         tail: return at least the last ``tail`` of these lines, and the ones that follow; 0 for all of them. A backend
             may return more, or ignore it: it saves reading a long log.
+        ranks: lines of other ranks may be left out, and do not count for ``tail``, as far as the backend knows the
+            rank of a line; empty for all ranks.
         follow: whether to wait for more lines until the app has ended; False with ``until``.
         latest: returns the app's current snapshot; None if the app was removed.
         has_ended: returns whether the app has ended or was removed.
@@ -50,6 +52,7 @@ class LogQuery(Generic[S]):
     until: datetime | None = None
     stream: str = ""
     tail: int = 0
+    ranks: Sequence[range] = ()
     follow: bool = False
     latest: Callable[[], S | None] = field(default=lambda: None)
     has_ended: Callable[[], bool] = field(default=lambda: True)

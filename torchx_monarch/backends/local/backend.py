@@ -25,7 +25,7 @@ from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor import log_files
+from torchx_monarch.supervisor import log_reader
 from torchx_monarch.system import processes
 
 _MAX_WAIT = 1.0
@@ -121,7 +121,7 @@ class LocalBackend(Backend[LocalOpts, SupervisorRequest, AppSnapshot]):
 
     def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:
         paths = state_files.app_paths(app.app_id)
-        return log_files.lines(paths.replica_logs(role, replica), query, paths.trusted)
+        return log_reader.lines(paths.replica_logs(role, replica), query, paths.trusted)
 
     def folder(self, app_id: str) -> state_files.AppPaths | None:
         return state_files.app_paths(app_id) if state_files.is_app_id(app_id) else None

@@ -37,7 +37,7 @@ from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.insight import events
 from torchx_monarch.insight.job_end import JobEnd
 from torchx_monarch.model import backoff, job_result
-from torchx_monarch.model.env_names import RANK0_HOST
+from torchx_monarch.model.env_names import LOG_REFERENCES, RANK0_HOST
 from torchx_monarch.model.role_spec import RetryPolicy, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.replica import Replica, stop
@@ -97,6 +97,7 @@ class SupervisorLoop:
                 **replica.env,
                 "MONARCH_RUN_DIR": self._request.run_dir,
                 "MONARCH_LOG_DIR": log_dir,
+                LOG_REFERENCES: "1",
                 processes.MARKER: self._request.job,
             }
             if not self._request.networked:
@@ -173,7 +174,7 @@ class SupervisorLoop:
         wait = _MAX_WAIT if delay is None else min(_MAX_WAIT, delay)
         now = time.monotonic()
         for replica in self._replicas:
-            wait = min(wait, replica.logs.flush_old(now) - now)
+            wait = min(wait, replica.log.flush_old(now) - now)
         self._write_status()
         return 0.0 if self._done else max(0.0, wait)
 
@@ -287,7 +288,7 @@ class SupervisorLoop:
         self._record.restarts = count_restarts(self._snapshot())
         text = f"replica {replica.name} is restarted (restart {replica.record.restarts})"
         self._event("restart", text + (f"; {note}" if note else ""), role=replica.spec.name)
-        replica.logs.say(note)
+        replica.log.say(note)
         self._is_changed = True
         if delay:
             self.at(time.monotonic() + delay, lambda: self._start_waiting(replica))
@@ -404,11 +405,11 @@ class SupervisorLoop:
             notes.append(f"these processes could not be killed: {', '.join(map(str, left))}")
         for replica in self._replicas:
             replica.close_pipes()
-            replica.logs.close()
+            replica.log.close()
             if replica.record.state is State.PENDING:
                 replica.record.state = State.CANCELLED
-        if lost := sum(replica.logs.lost for replica in self._replicas):
-            reason = next(replica.logs.reason for replica in self._replicas if replica.logs.lost)
+        if lost := sum(replica.log.lost for replica in self._replicas):
+            reason = next(replica.log.reason for replica in self._replicas if replica.log.lost)
             notes.append(f"{lost} bytes of output could not be written to the logs: {reason}")
         if state is State.FAILED and (full := folder.describe_full_disk(self._paths)):
             notes.append(full)

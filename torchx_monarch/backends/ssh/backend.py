@@ -199,6 +199,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             "since": query.since.timestamp() if query.since else None,
             "until": query.until.timestamp() if query.until else None,
             "tail": query.tail,
+            "ranks": [(ranks.start, ranks.stop) for ranks in query.ranks],
         }
         start, has_ended, lines = 0, False, [TimedLine(0.0, "")]
         while not has_ended or len(lines) == MAX_LINES:

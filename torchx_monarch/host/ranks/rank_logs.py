@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
+from torchx_monarch.host.ranks.rank_log import LogSpace, RankLog
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.host.ranks.run_output import RunOutput, RunOutputSink
 from torchx_monarch.host.ranks.run_spec import RunSpec
@@ -63,6 +64,7 @@ class RankLogs:
     hostname: str
     log_dir: str | None
     run: RunSpec
+    space: LogSpace
     stdout: Console | None = None
     stderr: Console | None = None
     run_output: RunOutput | None = None
@@ -93,6 +95,12 @@ class RankLogs:
                 os.close(safe_files.open_log(filtered))
                 if teed and shown:
                     sinks.append(FilteredFile(str(filtered), texts, prefix.encode()))
-            path = str(directory / f"{name}.log") if directory else None
-            output.assign(path, console if onto_console else None, prefix if teed else "", sinks)
+            log = self._open(directory / f"{name}.log", console if onto_console else None) if directory else None
+            output.assign(log, console if onto_console else None, prefix if teed else "", sinks)
         return directory
+
+    def _open(self, path: Path, console: Console | None) -> RankLog:
+        name = ""
+        if self.space.referred and path.is_relative_to(self.space.referred):
+            name = str(path.relative_to(self.space.referred).with_suffix(""))
+        return RankLog(str(path), self.space, console if name else None, name)

@@ -12,13 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING
 
-from torchx_monarch.system import safe_files
-from torchx_monarch.system.console import Console, WriterThread
+from torchx_monarch.system.console import Console
 from torchx_monarch.system.line_output import LONGEST, complete
+from torchx_monarch.system.log_references import prefixed
 
 if TYPE_CHECKING:
+    from torchx_monarch.host.ranks.rank_log import RankLog
     from torchx_monarch.host.ranks.rank_logs import FilteredFile
     from torchx_monarch.host.ranks.run_output import RunOutput, RunOutputSink
+    from torchx_monarch.system.console import WriterThread
 
 _CHUNK = 1 << 18
 
@@ -29,6 +31,14 @@ _LINES = re.compile(rb"[^\n]*\n|[^\n]+")
 
 _DRAW_AFTER = 0.1
 """Seconds after which an unfinished progress bar is shown: tqdm's default interval between two updates."""
+
+_READS = 20
+"""Reads in a second after which pieces of less than ``_SHORT`` bytes are gathered."""
+
+_SHORT = 4096
+
+_PAUSES = 0.004, 0.05
+"""The shortest and the longest time in seconds for which they are: a fast rank must not fill its pipe meanwhile."""
 
 _LAST = 1 << 14
 """Bytes at the end of the output that are kept for ``OutputPipe.last_line``: the C++ stack of an error of torch's has
@@ -71,10 +81,9 @@ class OutputPipe:
         self._pipe = pipe
         self._on_first = on_first
         self._is_shown = is_shown
-        self._end = b"\n" if ends_lines else b""
+        self._ends_lines = ends_lines
         self._is_released = False
-        self._file: int | None = None
-        self._writer: WriterThread | None = None
+        self._log: RankLog | None = None
         self._writers: list[WriterThread | RunOutput] = []
         self._console: Console | None = None
         self._sinks: Sequence[FilteredFile | RunOutputSink] = ()
@@ -83,24 +92,23 @@ class OutputPipe:
         self._goes_on = False
         """Whether the next text to show continues a line of which pieces have been shown."""
         self._drawing: asyncio.TimerHandle | None = None
+        self._second, self._reads, self._pause = 0.0, 0, _PAUSES[0]
         os.set_blocking(pipe.fileno(), False)
 
     def assign(
         self,
-        path: str | None,
+        log: RankLog | None,
         console: Console | None,
         prefix: str,
         sinks: Sequence[FilteredFile | RunOutputSink] = (),
     ) -> None:
-        """Set the destinations, before ``release``: a log file, which is appended to, and the host's output.
+        """Set the destinations, before ``release``: the rank's log, and the host's output.
 
-        ``sinks`` get what ``console`` gets, and are closed at the end. OSError says that the file cannot be opened or
-        belongs to another user, or that no more threads can be started.
+        ``sinks`` get what ``console`` gets. All but ``console`` are closed at the end.
         """
-        if path is not None:
-            self._writer = WriterThread()
-            self._writers.append(self._writer)
-            self._file = safe_files.open_log(path)
+        if log is not None:
+            self._log = log
+            self._writers.append(log.writer)
         if console is not None:
             self._writers += [console.writer, *(writer for sink in sinks for writer in sink.writers)]
         self._console = console
@@ -136,17 +144,20 @@ class OutputPipe:
 
     def _finish(self) -> None:
         if self._console is not None and self._partial:
-            self._show(bytes(self._partial) + self._end)
-        elif self._console is not None and self._goes_on and self._end:
-            self._console.end(self)
+            self._show(bytes(self._partial))
+        if self._console is not None and self._goes_on and self._ends_lines:
+            if self._log is not None and self._log.console is not None:
+                self._log.pass_on(b"", b"\n", self._prefix)
+            else:
+                self._console.end(self)
             for sink in self._sinks:
                 sink.write(b"\n", b"\n")
         if self._drawing is not None:
             self._drawing.cancel()
         for sink in self._sinks:
             sink.close()
-        if self._writer is not None and self._file is not None:
-            self._writer.close(self._file)
+        if self._log is not None:
+            self._log.close()
 
     def _readable(self) -> None:
         try:
@@ -159,6 +170,20 @@ class OutputPipe:
         self._arrived(data)
         if not self._has_room():
             asyncio.get_running_loop().remove_reader(self._pipe)
+        else:
+            self._gather(len(data))
+
+    def _gather(self, size: int) -> None:
+        """Read the pipe a moment later if the rank writes many short pieces."""
+        if self.last_at > self._second + 1.0:
+            self._second, self._reads = self.last_at, 0
+        self._reads += 1
+        if size >= _SHORT:
+            self._pause = _PAUSES[0]
+        elif self._reads > _READS:
+            asyncio.get_running_loop().remove_reader(self._pipe)
+            asyncio.get_running_loop().call_later(self._pause, self._resume)
+            self._pause = min(2 * self._pause, _PAUSES[1])
 
     def _has_room(self) -> bool:
         """Return whether all destinations take more output; if not, the pipe is read again when they do."""
@@ -180,8 +205,8 @@ class OutputPipe:
             self._on_first = None
         self.last_at = time.time()
         self._last = (self._last + data[-_LAST:])[-_LAST:]
-        if self._writer is not None and self._file is not None:
-            self._writer.write(self._file, data)  # a full disk loses log lines, never the job
+        if self._log is not None:
+            self._log.write(data)  # a full disk loses log lines, never the job
         if self._console is None:
             return
         self._partial += data
@@ -209,13 +234,11 @@ class OutputPipe:
             text = b"".join(line for line in _LINES.findall(text) if self._is_shown(line.removesuffix(b"\n")))
             if not text:
                 return
-        shown, prefix = text, self._prefix
-        if prefix:
-            ended = text.endswith(b"\n")
-            shown = (text[:-1] if ended else text).replace(b"\n", b"\n" + prefix) + (b"\n" if ended else b"")
-            if not self._goes_on:
-                shown = prefix + shown
+        shown = prefixed(text, self._prefix, self._goes_on)
         for sink in self._sinks:
             sink.write(text, shown)
-        self._console.write(self, shown, prefix)
+        if self._log is not None and self._log.console is not None:
+            self._log.pass_on(text, shown, self._prefix)
+        else:
+            self._console.write(self, shown, self._prefix)
         self._goes_on = not text.endswith(b"\n")

@@ -31,7 +31,7 @@ from torchx_monarch.code_sync.work_folder import write_tree
 from torchx_monarch.insight import events
 from torchx_monarch.model import codec
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor import log_files
+from torchx_monarch.supervisor import log_reader
 from torchx_monarch.system import run_dirs, safe_files
 
 _WORKSPACE = "workspace"
@@ -243,13 +243,14 @@ class OrderServer:
 
         Args:
             start: where they begin, the ``end`` of a line that was read before; 0 for the first ones of the query.
-            query: ``stream``, ``tail``, ``since`` and ``until`` of a ``LogQuery``; times in seconds since the epoch.
+            query: ``stream``, ``tail``, ``ranks``, ``since`` and ``until`` of a ``LogQuery``; times as numbers.
         """
         paths = paths_of(name)
         for limit in ("since", "until"):
             if query[limit] is not None:
                 query[limit] = datetime.fromtimestamp(query[limit], timezone.utc)
-        lines = log_files.lines(paths.replica_logs(role, replica), LogQuery(**query), paths.trusted, start)
+        query["ranks"] = [range(*ranks) for ranks in query["ranks"]]
+        lines = log_reader.lines(paths.replica_logs(role, replica), LogQuery(**query), paths.trusted, start)
         return list(itertools.islice(lines, MAX_LINES))
 
 
