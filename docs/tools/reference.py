@@ -118,6 +118,7 @@ _EXAMPLES = {
     "wait": "torchx monarch wait train",
     "cancel": "torchx monarch cancel last",
     "delete": "torchx monarch delete train-x1y2z3",
+    "prune": "torchx monarch prune --older 2d --larger 10G",
     "debug": "torchx monarch debug last --rank 1",
     "stacks": "torchx monarch stacks last --rank 3",
     "profile": "torchx monarch profile last --rank 3 --seconds 10",

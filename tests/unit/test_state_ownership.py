@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
+import fcntl
+import json
 import os
 import stat
 import time
@@ -18,12 +21,13 @@ from torchx.specs import AppDef, AppState, Role
 
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.core import state_files, stored_apps
-from torchx_monarch.backends.core.errors import RemoveError, StateAccessError, StateDirError
+from torchx_monarch.backends.core.errors import RemoveError, StateAccessError, StateDirError, UserError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import submit
 from torchx_monarch.backends.local.record import SupervisorRecord
 from torchx_monarch.backends.local.render import render
 from torchx_monarch.backends.slurm.backend import SlurmBackend
+from torchx_monarch.cli import prune
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
@@ -307,3 +311,33 @@ def test_records_of_a_job_are_not_read_through_links(tmp_path: Path) -> None:
     os.symlink(elsewhere, job.replica_logs("r", 0))
     (elsewhere / "replica.json").write_text('{"id": 0, "state": "FAILED"}')
     assert job.replica("r", 0).load_record() is None
+
+
+def test_prune_removes_jobs_that_ended_long_ago_and_are_large(capsys: pytest.CaptureFixture[str]) -> None:
+    """And none that runs, or of another user."""
+    parser = argparse.ArgumentParser()
+    prune.add_arguments(parser)
+    now = time.time()
+    apps = {name: app(name, ended=now - age) for name, age in (("old", 9e5), ("new", 60.0), ("small", 9e5))}
+    apps["runs"] = app("runs", State.RUNNING)
+    held = os.open(apps["runs"].lock, os.O_RDWR)  # by its supervisor
+    fcntl.flock(held, fcntl.LOCK_EX)
+    for name in ("old", "new", "runs"):
+        Path(apps[name].root, "much").write_bytes(b"x" * 300_000)
+
+    def left(*words: str) -> set[str]:
+        prune.run(parser.parse_args(words))
+        return {name for name, paths in apps.items() if os.path.exists(paths.root)}
+
+    for words in ([], ["--larger", "x"], ["--older", "x"]):
+        with pytest.raises((UserError, SystemExit)):
+            left(*words)
+    assert len(left("-s", "monarch_slurm", "--larger", "0")) == 4
+    capsys.readouterr()
+    assert left("--older", "2d", "--larger", "200K", "--json") == {"new", "small", "runs"}
+    (removed,) = json.loads(capsys.readouterr().out)
+    assert removed["handle"].endswith(apps["old"].app_id) and 300_000 < removed["bytes"] < 400_000
+    assert left("--older", "2d") == {"new", "runs"}
+    assert left("--larger", "200K") == {"runs"}
+    assert "removed 1 job: 3" in capsys.readouterr().err
+    os.close(held)

@@ -28,6 +28,7 @@ SUB_COMMANDS = {
     "wait": "wait for the end of a job, and exit with its exit code",
     "cancel": "end a job and keep its logs, as torchx cancel does",
     "delete": "remove a job that has ended, with its logs, as torchx delete does",
+    "prune": "remove jobs that ended long ago, or have large logs",
     "debug": "the pdb of a rank that waits in breakpoint(), on this terminal",
     "stacks": "where the ranks of a job are: their stacks, equal ones together",
     "profile": "what ranks do with their time, as a flame graph or for speedscope",
