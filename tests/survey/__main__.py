@@ -60,8 +60,7 @@ def _row(package: _Package, found: Finding, environment: Path) -> str:
         return f"| `{package.name}` | not examined: {package.absent or found.error} | |"
     shared = "yes"
     if found.unshared:
-        reason = found.unshared.rpartition(f"{package.statement}: ")[2]
-        shared = f"no: {re.sub(rf'{environment}/lib/[^/]+/site-packages/|:?.[0-9]+.(?= open)', '', reason)}"
+        shared = f"no: {re.sub(rf'{environment}/lib/[^/]+/site-packages/', '', found.unshared)}"
     elif found.wrong:
         shared = f"wrongly: all ranks have one {', '.join(f'`{path}`' for path in found.wrong)}"
     return f"| `{package.name}` | {shared} | {found.seconds:.1f} |".replace(" 0.0 |", " |")

@@ -41,10 +41,14 @@ CONFIGURATION = {
 }
 """Files that packages read when they are imported, with a number in each. Those in ``work`` exist later."""
 
-CHECKED = {
+ACCEPTED = {
     r"\._pid$": "fsspec compares it with the id of the process",
     r"\._rng_pid$": "tempfile compares it with the id of the process",
     r"^filelock\..*\.process_identity": "filelock compares it with the id of the process",
+    r"^joblib\._multiprocessing_helpers\.name$": "the name of a semaphore that is closed at once",
+    r"^numpy\.f2py\.rules\.": "the time in a comment of sources that f2py writes",
+    r"^torch\.distributed\._composable\.contract\.\w+_KEY$": "names of attributes, unlike those of any program",
+    r"\b(_base_)?dummy_index$": "numbers of sympy's symbols, which matter to ranks that exchange such symbols alone",
 }
 """Values that ranks may share although interpreters do not: patterns of their paths, and why."""
 
@@ -55,7 +59,7 @@ class Finding:
 
     Attributes:
         error: why an interpreter cannot execute it; empty if it can.
-        unshared: why ranks do not share it, in the words of the host; empty if they share it.
+        unshared: why ranks do not share it, as the host says; empty if they share it.
         seconds: processor time that sharing it spares each rank.
         wrong: the values that a rank has and an interpreter of its own would not have: by path what two interpreters
             have, and then what the ranks of two runs have.
@@ -180,8 +184,9 @@ class _Examination:
                     raise _StatementError(f"a rank cannot execute it: {result}")
                 ranks += [self._read(f"run{number}", rank) for rank in (0, 1)]
                 hosts = [host for event in live.events() if event["kind"] == "ranks" for host in event["hosts"]]
-                if unshared := [host["unshared"] for host in hosts if host["unshared"].startswith("program.py:1 ")]:
-                    return [], str(unshared[0])
+                found = str(hosts[-1].get("unshared", ""))
+                if f" {self._statement}: " in found:
+                    return [], found.partition(f" {self._statement}: ")[2]
         finally:
             live.kill()
         return ranks, ""
@@ -198,7 +203,7 @@ def _wrong(held: Mapping[str, list[str | None]]) -> dict[str, list[str | None]]:
     found: dict[tuple[str | None, ...], str] = {}
     reordered = _reordered(held)
     for path, values in held.items():
-        if _is_right(values) or any(re.search(pattern, path) for pattern in CHECKED) or path in reordered:
+        if _is_right(values) or any(re.search(pattern, path) for pattern in ACCEPTED) or path in reordered:
             continue
         key = tuple(values)
         found[key] = min(found.get(key, path), path, key=len)
