@@ -34,7 +34,16 @@ _BY_REPR = ("datetime", "decimal", "fractions", "pathlib", "pathlib._local", "uu
 _STATES = {"random": "getstate", "numpy.random.mtrand": "get_state", "torch._C": "get_state"}
 """How the generators of modules give their state."""
 
-_OF_A_MODULE = ("__builtins__", "__cached__", "__file__", "__path__", "__spec__", "__loader__", "__doc__")
+_OF_A_MODULE = (
+    "__builtins__",
+    "__warningregistry__",
+    "__cached__",
+    "__file__",
+    "__path__",
+    "__spec__",
+    "__loader__",
+    "__doc__",
+)
 
 
 def _text(value: Any) -> str | None:
