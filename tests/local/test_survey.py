@@ -9,7 +9,11 @@ import pytest
 
 from tests.survey.survey import Finding, examine
 
-PURE = "import random\nown, table, names = random.Random(), {'a': [1, 2]}, frozenset('abc')"
+PURE = """
+import os, random, uuid
+own, table, names, session = random.Random(), {"a": [1, 2]}, frozenset("abc"), uuid.uuid4()
+settings = {name: value for name, value in os.environ.items() if name.startswith("PURE_")}
+"""
 
 IMPURE = """
 import functools, os, pathlib, secrets
@@ -52,6 +56,11 @@ def test_the_survey_finds_what_ranks_share_wrongly(python: str) -> None:
     found = examine(python, "import impure", ("--preload", "impure"))
     paths = {path.partition("<")[0] for path in found.wrong}
     assert paths == {"impure.connect(default 0)", "impure.client.pid", "impure.settings", "impure.later"}, found
+
+
+def test_ranks_do_not_share_what_they_must_not(python: str) -> None:
+    found = examine(python, "import impure")
+    assert "impure" in found.unshared and found.wrong == {}, found
 
 
 def test_the_survey_says_why_an_import_cannot_be_examined(python: str) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -55,6 +56,7 @@ def test_programs_of_their_own_share_no_leading_statements(target: str, leads: b
 
 def test_the_zygote_starts_with_the_variables_that_are_read_early() -> None:
     run = spec("torchrun", "x.py", cwd="/w", PYTHONHASHSEED="0", MINE="1")
+    run = dataclasses.replace(run, role_environ={**run.role_environ, "TORCHELASTIC_ERROR_FILE": "error.json"})
     assert run.environ["MINE"] == "1"
     log: dict[str, str] = {}
     keep_monarch_log_private(log)

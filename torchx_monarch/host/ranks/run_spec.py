@@ -118,6 +118,7 @@ class RunSpec:
         """Return the environment with which the zygote of a number of ranks starts; these get the others later."""
         early = {name: value for name, value in self.added.items() if self._is_read_early(name)}
         env = {name: value for name, value in {**self.role_environ, **early}.items() if not is_for_hosts(name)}
+        env.pop("TORCHELASTIC_ERROR_FILE", None)  # each rank has its own, which no import that all share may read
         keep_monarch_log_private(env)
         if count > 1:  # as torchrun does; torch reads it when it is imported
             env.setdefault("OMP_NUM_THREADS", "1")
