@@ -131,6 +131,29 @@ def test_rank_zero_of_known_modules_is_each_rank_s_own(run: Callable[..., set[st
     assert run(text) == {"0 1", "1 1"}
 
 
+def test_code_that_searches_the_variables_for_its_own_is_imported_ahead(
+    run: Callable[..., set[str]], tmp_path: Path
+) -> None:
+    """Among them are variables that the host has for itself."""
+    search = (
+        "for name, value in dict(os.environ).items():\n    if name.startswith('MINE_'):\n        found.append(value)"
+    )
+    install(tmp_path, "other.py", f"found = []\n{search}")
+    text = f"import other\n{AHEAD}\nprint(other.found, *ahead(other), flush=True)"
+    assert run(text, env={"MINE_A": "a"}) == {"['a'] other"}
+
+
+def test_packages_of_another_environment_are_imported_ahead(run: Callable[..., set[str]], tmp_path: Path) -> None:
+    """One to which a file in this environment leads, and one in PYTHONPATH."""
+    [place] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    for name in ("linked", "path"):
+        (tmp_path / name / f"{name}-1.0.dist-info").mkdir(parents=True)
+        (tmp_path / name / f"in_{name}.py").write_text(HEAD)
+    (place / "linked.pth").write_text(f"{tmp_path / 'linked'}\n")
+    text = f"import in_linked\nimport in_path\n{AHEAD}\nprint(*ahead(in_linked, in_path), flush=True)"
+    assert run(text, env={"PYTHONPATH": str(tmp_path / "path")}) == {"in_linked in_path"}
+
+
 def test_modules_of_the_user_are_never_imported_ahead(run: Callable[..., set[str]], tmp_path: Path) -> None:
     """In a tree that an installed file leads to, in one that is linked, in PYTHONPATH, and beside the program."""
     [place] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
@@ -153,11 +176,25 @@ from time import time as now
 identifier, text, dated = uuid.uuid4(), f"id-{uuid.uuid4()}", uuid.uuid1().hex
 data, token, url, number = os.urandom(16), secrets.token_hex(8), secrets.token_urlsafe(), secrets.randbits(128)
 pid, began, nanoseconds, ticks = os.getpid(), now(), time.time_ns(), time.perf_counter()
-day = datetime.datetime.now()
+day, utc = datetime.datetime.now(), datetime.datetime.now(datetime.timezone.utc)
 """
 """A module that keeps values of its process."""
 
-NAMES = ("identifier", "text", "dated", "data", "token", "url", "number", "pid", "began", "nanoseconds", "ticks", "day")
+NAMES = (
+    "identifier",
+    "text",
+    "dated",
+    "data",
+    "token",
+    "url",
+    "number",
+    "pid",
+    "began",
+    "nanoseconds",
+    "ticks",
+    "day",
+    "utc",
+)
 
 
 def test_values_of_its_process_that_a_module_keeps_are_those_of_each_rank(
@@ -281,6 +318,8 @@ UNSAFE = {
     "a process id in a slot": "class Owner:\n    __slots__ = ('pid',)\nowner = Owner()\nowner.pid = os.getpid()",
     "a process id in a text": "name = f'lock-{os.getpid()}'",
     "a process id in a list": "owners = [os.getpid()]",
+    "a token in a variable": "import uuid\nos.environ['MINE'] = str(uuid.uuid4())",
+    "a time in a class": "import time\nclass Timer:\n    began = time.monotonic()",
     "the date": "import time\nname = time.strftime('run-%Y%m%d-%H%M')",
     "random letters": "import secrets\nname = ''.join(secrets.choice('abcdefgh') for _ in range(8))",
     "a random number": "import random\nnumber = random.randint(0, 1 << 60)",

@@ -73,9 +73,10 @@ UNSAFE = {
     "a process": ("import subprocess\nchild = subprocess.Popen(['sleep', '60'])", "mod runs a process ("),
     "memory": ("import multiprocessing\nlock = multiprocessing.Lock()",
                "mod makes memory that processes share (/dev/shm/sem."),
-    "a seed of random's": ("import random\nrandom.seed(1)", "mod seeds a random generator"),
-    "a seed of numpy's": ("import numpy\nnumpy.random.seed(1)", "mod seeds a random generator"),
-    "a seed of torch's": ("import torch\ntorch.manual_seed(1)", "mod seeds a random generator"),
+    "a seed of random's": ("import random\nrandom.seed(1)", "mod seeds or uses a random generator"),
+    "a seed of numpy's": ("import numpy\nnumpy.random.seed(1)", "mod seeds or uses a random generator"),
+    "a seed of torch's": ("import torch\ntorch.manual_seed(1)", "mod seeds or uses a random generator"),
+    "a random number of torch's": ("import torch\nnoise = torch.rand(2)", "mod seeds or uses a random generator"),
     "a tracer": ("import sys\nsys.setprofile(lambda *_: None)", "a tracer or profiler is active"),
 }  # fmt: skip
 

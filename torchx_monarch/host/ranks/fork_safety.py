@@ -95,15 +95,18 @@ class Generators:
         _set_functions(seed, types.MethodType(seed, vars(random)["_inst"]), urandom)
 
     def seeded_by(self, module: str) -> str:
-        """Return that the import of a module has seeded the generators of ``random``, numpy or torch; else empty."""
+        """Return that the import of a module has seeded or used those of ``random``, numpy or torch; else empty."""
         torch, numpy = sys.modules.get("torch.random"), sys.modules.get("numpy.random")
         # Of the system's seeds of 64 bits, one in four thousand millions is so small.
         seeded = self._seeded or (torch and torch.initial_seed() < 1 << 32)
+        if torch and not seeded:
+            unused = torch.torch.Generator().manual_seed(torch.initial_seed())
+            seeded = not unused.get_state().equal(torch.get_rng_state())
         with contextlib.suppress(AttributeError):  # of another numpy
             if numpy and not seeded:
                 generator = numpy.mtrand._rand._bit_generator
                 seeded = repr(generator.state) != repr(type(generator)(generator._seed_seq).state)
-        return f"{module} seeds a random generator" if seeded else ""
+        return f"{module} seeds or uses a random generator" if seeded else ""
 
     def stop(self) -> Callable[[], None]:
         """End the watch; return a function for forks that seeds the generators anew that have seeds of the system's."""

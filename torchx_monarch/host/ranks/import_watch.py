@@ -45,8 +45,6 @@ _OF_A_RANK = frozenset(
 )
 """Variables that the zygote lacks, beside TORCHELASTIC_*; those of devices may differ between ranks."""
 
-_ALL = "all variables"
-
 _OF_A_PROCESS = re.compile(r"/proc/(self|thread-self|\d+)/(?!(maps|cgroup|mountinfo|mounts)$)|/dev/(?!(null|zero)$)")
 """Files that differ between processes and attempts. Those left out are the same for all ranks of a host."""
 
@@ -111,11 +109,12 @@ class ImportWatch:
         self._reads_variables = reads_variables
         self._problem = ""
         self._stamps: dict[tuple[str, str], object] = {}
-        self._times: dict[int, tuple[Any, Callable[[], Any]]] = {}
+        self._times: dict[int, tuple[Any, Callable[[], Any], Sequence[Caller]]] = {}
         self._process_ids: list[tuple[int, Sequence[str], Sequence[Caller]]] = []
         self._tokens: list[tuple[bytes, Callable[[], Any], Sequence[Caller]]] = []
         self._kept: list[tuple[dict[str, Any], str, Callable[[Any], Any]]] = []
         self._originals: dict[int, Any] = {}
+        self._variables: dict[str, str] = {}
         self._is_active = False
         self._began = 0
 
@@ -153,7 +152,7 @@ class ImportWatch:
                     return str(super().__getitem__(name))
 
                 def __iter__(self) -> Iterator[str]:
-                    watch._see_variable(_ALL)
+                    watch._see_variable("all variables")
                     return iter(super().__iter__())
 
             for value, watched in ((generator, Generator), (os.environ, Environ)):
@@ -164,11 +163,14 @@ class ImportWatch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the body of a ``with`` statement."""
+        before = dict(vars(os.environ)["_data"])  # reading os.environ itself is watched
         self._is_active, self._began, self._problem = True, int(time.time()), ""
         try:
             yield
         finally:
             self._is_active = False
+            changed = [item for item in vars(os.environ)["_data"].items() if before.get(item[0]) != item[1]]
+            self._variables = {os.fsdecode(name): os.fsdecode(value) for name, value in changed}
 
     def stop(self, what: str) -> None:
         """Stop the statement, which must not be shared."""
@@ -230,7 +232,7 @@ class ImportWatch:
 
     def _see_time(self, original: Any) -> Any:
         value = original()
-        self._times[id(value)] = value, original
+        self._times[id(value)] = value, original, _callers()[0]
         return value
 
     def _see_random(self, original: Any, *args: Any, **options: Any) -> Any:
@@ -247,7 +249,8 @@ class ImportWatch:
 
     def _see_variable(self, what: str) -> None:
         module, place, code = _callers()[0][0]
-        if self._is_active and module not in self._reads_variables and not (what == _ALL and _takes_some(code, place)):
+        is_search = what not in code.co_consts and _takes_some(code, place)
+        if self._is_active and module not in self._reads_variables and not is_search:
             self.stop(f"{place} reads {what}")
 
     # -- what must not be shared ---------------------------------------------------------------------------------------
@@ -261,7 +264,7 @@ class ImportWatch:
         own = [name for name in names if name.partition(".")[0] not in sys.stdlib_module_names]
         why = self._problem or self._kept_time(_globals(own)) or self._kept_process_id() or self._kept_token()
         if self._kept and not why:  # other modules may have imported them from those
-            renewed = {id(names[name]): new for names, name, new in self._kept}
+            renewed = {id(names.get(name)): new for names, name, new in self._kept}
             self._kept = [
                 (names, name, renewed[id(value)])
                 for names in _globals(sys.modules)
@@ -288,17 +291,26 @@ class ImportWatch:
                     self._kept.append((names, name, functools.partial(_draw_again, self._times[id(value)][1])))
                 elif kind is int and self._began <= value <= now:
                     self._kept.append((names, name, lambda _: int(time.time())))
-                elif kind is datetime.datetime and self._began <= _seconds(value) <= now:
-                    self._kept.append((names, name, lambda old: datetime.datetime.now(old.tzinfo)))
+                elif kind is datetime.datetime and any(self._began <= seconds <= now for seconds in _seconds(value)):
+                    self._kept.append((names, name, functools.partial(_moved, value, time.time())))
                 elif kind is str and days.search(value) and name[:2] != "__":
                     return f"{names['__name__']}.{name} may be the time of its import"
+        for time_, _, callers in self._times.values():
+            for names, path, value in self._reachable(callers):
+                if value is time_ and len(path) > 1:
+                    return f"{callers[0][1]} takes the time, which {_named(names, path)} keeps"
         self._times.clear()
         return ""
+
+    def _reachable(self, callers: Sequence[Caller]) -> Iterator[tuple[dict[str, Any], tuple[str, ...], Any]]:
+        """Yield what modules hold, and the variables that have changed: names, the path from there, and the value."""
+        yield from (({"__name__": "os"}, ("environ", name), value) for name, value in self._variables.items())
+        yield from _held_by(callers)
 
     def _kept_process_id(self) -> str:
         text = re.compile(rf"(?<![\w.]){os.getpid()}(?![\w.])")
         for asked, asking, callers in self._process_ids:
-            for names, path, value in _reachable(callers):
+            for names, path, value in self._reachable(callers):
                 if value is asked:
                     if any(_compares(module, path) for module in asking):
                         continue  # it notices that it is in another process
@@ -313,7 +325,7 @@ class ImportWatch:
     def _kept_token(self) -> str:
         for token, draw, callers in self._tokens:
             old = _spellings(token)
-            for names, path, value in _reachable(callers):
+            for names, path, value in self._reachable(callers):
                 like = [spelling for spelling in old if type(spelling) is type(value)]
                 if value in like or (type(value) is str and any(spelling in value for spelling in like)):
                     if len(path) > 1:
@@ -342,7 +354,8 @@ def _callers() -> tuple[list[Caller], list[str]]:
             if frame.f_code.co_name == "<module>":
                 break
         frame = frame.f_back
-    return callers, standard
+    # A thread may execute Python's own modules alone.
+    return callers or [("it", "it:0", sys._getframe().f_code)], standard
 
 
 def _globals(modules: Collection[str]) -> list[dict[str, Any]]:
@@ -367,7 +380,7 @@ def _stamp(kind: str, path: str) -> object:
     return found.st_mode if S_ISDIR(found.st_mode) else (found.st_mtime_ns, found.st_size, found.st_ino)
 
 
-def _reachable(callers: Sequence[Caller]) -> Iterator[tuple[dict[str, Any], tuple[str, ...], Any]]:
+def _held_by(callers: Sequence[Caller]) -> Iterator[tuple[dict[str, Any], tuple[str, ...], Any]]:
     """Yield what modules hold: the global names of the module, the path from there, and the value."""
     own, seen, todo = {caller[0] for caller in callers}, set[int](), list[tuple[dict[str, Any], tuple[str, ...], Any]]()
     for names in _globals(own):
@@ -455,7 +468,12 @@ def _draw_again(draw: Callable[[], Any], _: Any) -> Any:
     return draw()
 
 
-def _seconds(value: datetime.datetime) -> float:
+def _moved(old: datetime.datetime, then: float, _: Any) -> datetime.datetime:
+    return old + datetime.timedelta(seconds=time.time() - then)
+
+
+def _seconds(value: datetime.datetime) -> list[float]:
+    """Return the time of a value, which may be that of UTC without saying so."""
     with contextlib.suppress(OverflowError, ValueError):
-        return value.timestamp()
-    return 0.0
+        return [value.timestamp(), value.replace(tzinfo=datetime.timezone.utc).timestamp()]
+    return []

@@ -141,11 +141,9 @@ class LeadingImports:
     @contextlib.contextmanager
     def _watched(self) -> Iterator[Callable[[], str]]:
         """Watch what statements read and import; yield a function that returns what must not be shared, if anything."""
-        handlers, path0, argv = _signal_handlers(), sys.path[:1], sys.argv
+        path0, argv = sys.path[:1], sys.argv
 
         def problem() -> str:
-            if _signal_handlers() != handlers:
-                return "it sets a signal handler"
             return "it changes the beginning of sys.path" if sys.path[:1] != path0 else ""
 
         guard: Any = _Guard(self._installed, self._watch.stop)
@@ -270,16 +268,19 @@ def _memory_file() -> int:
 class _InstalledModules:
     """The modules in the folders into which packages are installed (``site-packages``).
 
-    What lies in an entry of PYTHONPATH, or in the folder that the program puts first in ``sys.path``, is the user's
-    own, even inside a folder of installed packages.
+    What lies in an entry of PYTHONPATH without such packages, or in the folder that the program puts first in
+    ``sys.path``, is the user's own, even inside a folder of installed packages.
     """
 
     def __init__(self, program_folder: str) -> None:
         roots = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
         if site.ENABLE_USER_SITE:
             roots.append(site.getusersitepackages())
+        # Other environments, to which a .pth file or PYTHONPATH leads.
+        roots += [folder for folder in sys.path if folder != program_folder and _has_packages(folder)]
         self.places = _folders(*roots)
-        own = _folders(*filter(None, [*os.environ.get("PYTHONPATH", "").split(os.pathsep), program_folder]))
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        own = _folders(program_folder, *(path for path in paths if not _has_packages(path)))
         self._own = tuple(path for path in own if path.startswith(self.places))
         self._standard = _folders(sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
         self._times = _stamps(self.places)
@@ -303,6 +304,12 @@ class _InstalledModules:
         return _stamps(self.places) == self._times
 
 
+def _has_packages(folder: str) -> bool:
+    with contextlib.suppress(OSError):
+        return any(name.endswith(".dist-info") for name in os.listdir(folder))
+    return False
+
+
 def _stamps(paths: Iterable[str]) -> dict[str, tuple[int, int]]:
     """Return when files and folders, those that exist, were changed, and their sizes."""
     stamps = {}
@@ -317,7 +324,3 @@ def _folders(*paths: str | None) -> tuple[str, ...]:
     """Return folders with a slash at the end, also with links resolved."""
     found = [path for path in paths if path]
     return tuple(dict.fromkeys(f"{path.rstrip(os.sep)}{os.sep}" for path in (*found, *map(os.path.realpath, found))))
-
-
-def _signal_handlers() -> list[Any]:
-    return [signal.getsignal(number) for number in sorted(signal.valid_signals())]
