@@ -14,6 +14,7 @@ import pytest
 from tests.local.hosts import Hosts
 from tests.waits import until
 from torchx_monarch.client.rank_queries import ask_samples, ask_stacks
+from torchx_monarch.insight.events import read_detailed
 from torchx_monarch.model.host_result import HostResult
 
 _OPTIONS = ("--grace", "5", "--workload", "command")
@@ -62,7 +63,7 @@ def test_output_is_that_of_the_command_and_hosts_end_together(folder: Path) -> N
         assert (hosts.out(replica), hosts.err(replica)) == (f"a {replica}\nb\n", "e\n")
     kinds = [event["kind"] for event in hosts.events()]
     assert [kind for kind in kinds if kind != "output"] == ["hosts", "ranks", "attempt_end", "result"]
-    (started,) = (event for event in hosts.events() if event["kind"] == "ranks")
+    (started,) = (event for event in read_detailed(folder / "events.jsonl") if event["kind"] == "ranks")
     assert {host["replica"]: host["pids"] for host in started["hosts"]} == hosts.starts()
 
 

@@ -76,7 +76,7 @@ def test_starts_with_the_fewest_after_the_last_call_and_grows(folder: Path) -> N
     until(lambda: job.attempt(2, 0) == ranks(2, 1), "the ranks of replica 2, the second of two hosts")
     until(lambda: job.attempt(0, 0) == ranks(2, 0), "those of replica 0")
     assert "[monarch] hosts 2/3 (elastic, 2 to 3) (" in job.hosts.err()
-    assert [len(event["hosts"]) for event in job.events("hosts")] == [2]
+    assert [event["count"] for event in job.events("hosts")] == [2]
     job.hosts.start(1)
     # Membership changes do not count as restarts, as in torchrun.
     for replica in range(3):

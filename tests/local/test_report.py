@@ -53,7 +53,7 @@ def test_the_report_of_a_job(tmp_path: Path) -> None:
     assert sum(told["roles"]["prog"]["phases"].values()) == pytest.approx(told["seconds"])
     paths = list(Path(os.environ["MONARCH_STATE_DIR"]).glob("apps/*/events.jsonl"))
     assert len(paths) == 1
-    job = Job(tmp_path, page, events.read(paths[0])[0])
+    job = Job(tmp_path, page, events.read_detailed(paths[0]))
     phases_add_up(job)
     lost_time_is_that_of_the_outage(job)
     page_tells_all(job)

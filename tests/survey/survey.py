@@ -183,8 +183,7 @@ class _Examination:
                 if result.exit_code:
                     raise _StatementError(f"a rank cannot execute it: {result}")
                 ranks += [self._read(f"run{number}", rank) for rank in (0, 1)]
-                hosts = [host for event in live.events() if event["kind"] == "ranks" for host in event["hosts"]]
-                found = str(hosts[-1].get("unshared", ""))
+                found = [str(event.get("unshared", "")) for event in live.events() if event["kind"] == "ranks"][-1]
                 if f" {self._statement}: " in found:
                     return [], found.partition(f" {self._statement}: ")[2]
         finally:

@@ -35,9 +35,11 @@ from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import folder, gpus, render
 from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.insight import events
+from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.schedulers import monarch_local
 from torchx_monarch.system import processes
+from torchx_monarch.system.console import Console, WriterThread
 
 words = st.text(max_size=20)
 names = st.text("abcXYZ019_-. /\u00e9", min_size=1, max_size=12)
@@ -216,6 +218,31 @@ def test_events(tmp_path: Path) -> None:
     assert len(events.read(path)[0]) == 1
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not events.append(tmp_path / "no" / "events", "x", "y")
+
+
+def test_events_are_read_to_the_end_and_stay_short_with_many_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reporter = tmp_path / "events.jsonl", Reporter(Console(2), str(tmp_path / "events.jsonl"), "r")
+    pids = list(range(10_000, 18_000))
+    for attempt in range(3):
+        reporter.ranks_started("ranks", [{"replica": 0, "pids": pids}], attempt=attempt)
+        reporter.ranks_ended("ended", [{"rank": rank, "code": 1} for rank in range(8_000)], attempt=attempt)
+        reporter.restarted("restart", attempt=attempt + 1)
+    WriterThread.finish()
+    assert path.stat().st_size < 2_000
+    monkeypatch.setattr(events, "_PIECE", 300)
+    assert events.count_rank_restarts(events.read(path)[0]) == 3
+    monkeypatch.undo()
+
+    def with_details() -> list[int]:
+        found = events.read_detailed(path)
+        ranks = [len(event["hosts"][0]["pids"]) for event in found if "hosts" in event]
+        return ranks + [len(event["exits"]) for event in found if "exits" in event]
+
+    assert with_details() == [8_000] * 6
+    monkeypatch.setattr(events, "_MAX_DETAILS", 1)
+    assert with_details() == [8_000] * 2, "those of the last attempt alone"
 
 
 @pytest.fixture

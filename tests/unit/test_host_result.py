@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -293,5 +293,5 @@ def test_who_had_no_room_for_an_error_file_says_so(
     error_files.make_reserve(path)
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", refuse)
-        write_result(HostResult(1, "rank 0 failed"), os.environ, cast(Reporter, None))
+        write_result(HostResult(1, "rank 0 failed"), os.environ, Reporter(Console(2), None, ""))
     assert (error_files.read(path) or {})["message"]["message"] == f"rank 0 failed; {said}"

@@ -60,7 +60,7 @@ def test_ranks_that_took_long_to_their_group_are_a_hint(seconds: float, hints: i
     shown = lines_of(replace(app(State.SUCCEEDED), events=[met, started, ended]))
     assert len([line for line in shown if line.startswith("  hint:   ranks took 2.5 s or more until")]) == hints
     why = "train.py:7 import wandb: it runs a thread (x)"
-    started["hosts"][0]["unshared"] = why
+    started["unshared"] = why
     shown = lines_of(replace(app(State.SUCCEEDED), events=[met, started, ended]))
     assert sum(line.endswith(f"formed; the first statement that they do not share: {why}") for line in shown) == hints
 

@@ -55,13 +55,13 @@ class Attempt:
                 "first_rank": world.first_rank(host.replica),
                 "pids": launched[host.replica].pids,
                 "imported": launched[host.replica].imported,
-                "unshared": launched[host.replica].unshared,
             }
             for host in hosts
         ]
-        more = {"count": world.size} if what == "ranks" else {}
+        unshared = next((answer.unshared for answer in launched.values() if answer.unshared), "")
+        more = {"count": world.size, "unshared": unshared} if what == "ranks" else {}
         text = f"{what} {world.size}/{world.size}"
-        reporter.phase("ranks", text, attempt=world.attempt, log_attempt=world.log_attempt, hosts=shown, **more)
+        reporter.ranks_started(text, shown, attempt=world.attempt, log_attempt=world.log_attempt, **more)
 
     def add(self, exits: Exits) -> None:
         self.exits.update({rank_exit.rank: rank_exit for rank_exit in exits})
@@ -79,7 +79,7 @@ class Attempt:
         if self.exits and self.has_begun and not self._is_recorded:
             self._is_recorded = True
             text = f"attempt {self.number + 1} has ended"
-            reporter.record("attempt_end", text, attempt=self.number, exits=exit_records(self.exits, self.cause))
+            reporter.ranks_ended(text, exit_records(self.exits, self.cause), attempt=self.number)
 
 
 class SameStep:

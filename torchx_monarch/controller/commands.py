@@ -134,8 +134,7 @@ class CommandController:
 
     def _report_start(self) -> None:
         hosts = [host for _, host in sorted(self._members.attempt.items())]
-        names = [host.hostname for host in hosts]
-        self._reporter.phase("hosts", f"hosts {len(hosts)}/{len(hosts)}", count=len(hosts), hosts=names)
+        self._reporter.phase("hosts", f"hosts {len(hosts)}/{len(hosts)}", count=len(hosts))
         self._attempt.report_start(self._reporter, "commands", self._world(self._launched), hosts, self._launched)
 
     def _world(self, replicas: Collection[int]) -> World:

@@ -106,8 +106,7 @@ class HostGatherer:
         before, hosts = list(members.attempt.values()), self._choose()
         members.form(hosts)
         size = f" (elastic, {sizes.min_hosts} to {sizes.max_hosts})" if sizes.elastic else ""
-        names = [host.hostname for host in hosts]
-        self._reporter.phase("hosts", f"hosts {len(hosts)}/{sizes.max_hosts}{size}", count=len(hosts), hosts=names)
+        self._reporter.phase("hosts", f"hosts {len(hosts)}/{sizes.max_hosts}{size}", count=len(hosts))
         if before:
             self._report_change(before, hosts)
         self._report_spares()

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The events of an app: an append-only file with one JSON object per line.
 
+What an event says of each host or rank is in a file of its attempt beside it (``append_details``): events stay short,
+however many ranks a job has.
+
 Several processes append to one file (the supervisor, the hosts). Each event is one ``write`` to a descriptor opened
 with ``O_APPEND``, so lines never mix on a local file system. Uses the standard library only: this module is imported
 where start-up time counts.
@@ -22,15 +25,22 @@ Event = dict[str, Any]
 ``role`` a str or None, fields of ``_INTEGERS`` and ``_TIMES`` are numbers, those of ``_TEXTS`` str; further fields may
 have any type."""
 
-_INTEGERS = ("attempt", "code", "count", "exit_code", "max_restarts", "rank", "replica", "run")
+_INTEGERS = ("attempt", "code", "count", "details", "exit_code", "max_restarts", "rank", "replica", "run")
 _TIMES = ("failed_at", "waited")
-_TEXTS = ("reason",)
+_TEXTS = ("reason", "unshared")
+_DETAILS = ("hosts", "exits")
 
 FILE = "events.jsonl"
 """The name of the file."""
 
-MAX_READ = 64 * 1024 * 1024
-"""Most bytes that one call of ``read`` reads."""
+_FOLDER = "attempts"
+"""The folder of details, beside the file of the events."""
+
+_PIECE = 1 << 26
+"""Bytes that are read at once. No event is that long."""
+
+_MAX_DETAILS = 1 << 23
+"""Bytes of details from which on those of older attempts are left out: a thousand hosts with 8 ranks write 1.3 MB."""
 
 
 def append(
@@ -66,7 +76,7 @@ def read(
 
     Only whole lines are read, so a reader never sees half an event. A line that is not an event (cut short by a full
     disk, or written by the job's own program) is skipped. A file that does not exist or may not be read has no events
-    yet. If a file has grown by more than ``MAX_READ`` bytes, the next call reads the rest.
+    yet.
 
     Args:
         below: a folder of the caller inside which no link is followed (``safe_files.open_file``); None for no check.
@@ -75,13 +85,44 @@ def read(
         fd = safe_files.open_file(path, below=below)
     except OSError:
         return [], offset
+    found, end = list[Event](), 1
     with open(fd, "rb") as file:
-        file.seek(offset)
-        data = file.read(MAX_READ)
-    end = data.rfind(b"\n") + 1
-    if not end and len(data) == MAX_READ:
-        end = len(data)  # no event is that long: another program wrote the line
-    return parse(data[:end]), offset + end
+        while end:
+            file.seek(offset)
+            data = file.read(_PIECE)
+            end = data.rfind(b"\n") + 1
+            if not end and len(data) == _PIECE:
+                end = len(data)  # another program wrote the line
+            found += parse(data[:end])
+            offset += end
+    return found, offset
+
+
+def append_details(path: str | os.PathLike[str], number: int, kind: str, **fields: object) -> None:
+    """Append what an event of a kind, whose field ``details`` has this number, says of each host or rank."""
+    details = _details(path, number)
+    with contextlib.suppress(OSError):
+        os.makedirs(os.path.dirname(details), mode=0o700, exist_ok=True)
+    append(details, kind, "", seconds=None, **fields)
+
+
+def read_detailed(path: str | os.PathLike[str], *, below: str | os.PathLike[str] | None = None) -> list[Event]:
+    """Read all events (``read``), those of the last attempts with their details."""
+    happened, left = read(path, below=below)[0], _MAX_DETAILS
+    details: dict[int, list[Event]] = {}
+    for event in reversed(happened):
+        number = event.get("details", -1)
+        if number >= 0 and number not in details and left > 0:
+            details[number], size = read(_details(path, number), below=below)
+            left -= size
+        for more in details.get(number, ()):
+            if more["kind"] == event["kind"]:
+                event.update({name: more[name] for name in _DETAILS if name in more})
+    return happened
+
+
+def _details(path: str | os.PathLike[str], number: int) -> str:
+    return os.path.join(os.path.dirname(os.fspath(path)), _FOLDER, f"{number}.jsonl")
 
 
 def last_sign_of_life(path: str | os.PathLike[str]) -> float:

@@ -10,7 +10,7 @@ import functools
 import os
 import stat
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from torchx_monarch.insight import events
@@ -53,6 +53,8 @@ class Reporter:
         self._events_writer = WriterThread() if events_path else None
         self._role = role
         self._termination_log = termination_log
+        self._attempt = 0
+        """The number of the file with the details of the last attempt."""
         self.rank_restarts = 0
         self._last = time.monotonic()
         self.echo: Callable[[str], None] | None = None
@@ -60,7 +62,7 @@ class Reporter:
 
     def read_events(self) -> list[events.Event]:
         """Return the events so far; the file may be on a disk that is slow."""
-        return events.read(self._events_path)[0] if self._events_path else []
+        return events.read_detailed(self._events_path) if self._events_path else []
 
     async def show_life(self) -> None:
         """Set the time of the events file again and again, for readers that get no answer from this host."""
@@ -101,14 +103,23 @@ class Reporter:
         """Report an event for programs, without a line."""
         self._event(kind, text, None, fields)
 
+    def ranks_started(self, text: str, hosts: Sequence[object], **fields: object) -> None:
+        """Report that the ranks of an attempt have started, the end of a phase, with details of their hosts."""
+        self._attempt = time.time_ns()
+        self._detail("ranks", hosts=hosts)
+        self.phase("ranks", text, details=self._attempt, **fields)
+
+    def ranks_ended(self, text: str, exits: Sequence[object], **fields: object) -> None:
+        """Report that the ranks of the last attempt have ended, for programs, with details of their exits."""
+        self._detail("attempt_end", exits=exits)
+        self.record("attempt_end", text, details=self._attempt, **fields)
+
     def restarted(self, text: str, **fields: object) -> None:
         """Report a restart of the ranks and count it where the backend reads the number."""
         self.report("rank_restart", text, **fields)
         self.rank_restarts += 1
         # Now and not at the end: a host that is killed writes no result.
-        if self._events_writer is not None:
-            text = HostResult(rank_restarts=self.rank_restarts).to_text()
-            self._events_writer.call(_write, self._termination_log, text)
+        self.write_termination(HostResult(rank_restarts=self.rank_restarts))
 
     def begin_result(self) -> None:
         """Write an empty result where the backend reads it; called before the first rank starts.
@@ -116,7 +127,15 @@ class Reporter:
         Where the termination message of a failed container is empty, Kubernetes puts the end of its log there, to which
         ranks can write.
         """
-        _write(self._termination_log, HostResult().to_text())
+        self.write_termination(HostResult())
+
+    def write_termination(self, result: HostResult) -> None:
+        """Write a container's termination message, of which Kubernetes reads 4096 bytes."""
+        text = result.to_text(_SHORT_RESULT)
+        if self._events_writer is not None:
+            self._events_writer.call(_write, self._termination_log, text)
+        else:
+            _write(self._termination_log, text)
 
     async def while_waiting(self, awaitable: Awaitable[T], what: Callable[[], str]) -> T:
         """Await something and write a line every few seconds meanwhile: ``waiting for host 3 of 4, 20 s``."""
@@ -137,6 +156,12 @@ class Reporter:
     def write_line(self, text: str) -> None:
         """Write a line to the log as it is."""
         self._console.write(self, f"[monarch] {text}\n".encode())
+
+    def _detail(self, kind: str, **fields: object) -> None:
+        if self._events_path and self._events_writer is not None:
+            more = {"role": self._role, **fields}
+            append = functools.partial(events.append_details, self._events_path, self._attempt, kind, **more)
+            self._events_writer.call(append)
 
     def _event(self, kind: str, text: str, seconds: float | None, fields: dict[str, object]) -> None:
         if self._events_path and self._events_writer is not None:
@@ -162,7 +187,7 @@ def write_result(result: HostResult, environ: Mapping[str, str], reporter: Repor
         on_full_disk = dataclasses.replace(result, reason=f"{result.reason}; {full}")
         with contextlib.suppress(OSError):
             error_files.write(path, lambda limit: (on_full_disk if limit else result).to_text(limit))
-    _write(environ.get("MONARCH_TERMINATION_LOG"), result.to_text(_SHORT_RESULT))
+    reporter.write_termination(result)
 
 
 def _touch(path: str) -> None:

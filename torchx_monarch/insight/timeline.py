@@ -268,7 +268,6 @@ class _Host:
     first_rank: int = 0
     pids: tuple[int | None, ...] = ()
     imported: tuple[Seconds, ...] = ()
-    unshared: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -388,9 +387,8 @@ class _RoleReader:
             attempt.name = f"attempt {attempt.number}"
         if isinstance(number := event.get("log_attempt"), int):
             attempt.log_attempt = number
-        self._ranks, self._view.unshared = {}, ""
+        self._ranks, self._view.unshared = {}, event.get("unshared", "")
         for host in _decoded(event.get("hosts"), _Host):
-            self._view.unshared = self._view.unshared or host.unshared
             if len(host.imported) == 2 and (imported := (host.replica, host.imported[0])) not in self._imports:
                 self._imports.add(imported)
                 span = self._add("import", "import of torch", 0.0, self._top, host.replica)

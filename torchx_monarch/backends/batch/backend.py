@@ -377,7 +377,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         submitted, jobs = jobs, self._job_ids(folder, stored.roles, jobs, queued)
         ending = folder.load_ending()
         unknown = _NOT_SUBMITTED if ending is None else None
-        happened = [] if brief else events.read(folder.events, below=folder.trusted)[0]
+        happened = [] if brief else events.read_detailed(folder.events, below=folder.trusted)
         records = [folder.records(spec) for spec in stored.roles]
         roles = [
             read_role(spec, found, [_job(queued, task_id) if task_id else unknown for task_id in ids], ending)

@@ -101,7 +101,7 @@ class LocalBackend(Backend[LocalOpts, SupervisorRequest, AppSnapshot]):
             return AppSnapshot(app_id, app_id, (), native=Outcome(state_by_lock, str(error)))
         if record is None:
             return None
-        happened = [] if brief else events.read(paths.events, below=paths.trusted)[0]
+        happened = [] if brief else events.read_detailed(paths.events, below=paths.trusted)
         sign = events.last_sign_of_life(paths.events)
         app = _snapshot(app_id, record, submitted)
         return replace(app, events=happened, last_sign_of_life=sign, ui_url=Path(paths.root).as_uri())

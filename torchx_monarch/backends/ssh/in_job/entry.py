@@ -80,7 +80,7 @@ def _find(name: str, brief: bool = True) -> FoundReplica | None:
     record = folder.current_state(paths)
     if place is None or record is None:
         return None
-    happened = [] if brief or place.replica else events.read(paths.events, below=paths.trusted)[0]
+    happened = [] if brief or place.replica else events.read_detailed(paths.events, below=paths.trusted)
     return FoundReplica(place, record, paths.load_ending(), happened)
 
 
