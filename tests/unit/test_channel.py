@@ -11,6 +11,7 @@ import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,6 +25,7 @@ from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import credentials, messages
+from torchx_monarch.transport.channel import Channel
 from torchx_monarch.transport.connections import Address, Identity
 
 SPEC = HostSpec(replicas=2, lease=60.0, peer_timeout=5.0)
@@ -221,5 +223,24 @@ def test_who_does_not_come_back_is_lost(tmp_path: Path, is_reset: bool, reason: 
             assert lost is not None and lost.result.reason == f"host 1 (node1, pid 7) was lost: {reason}"
             assert await asyncio.wait_for(following, WITHIN) is None
             assert host.lost == f"replica 0 was lost: {reason}"
+
+    asyncio.run(main())
+
+
+def test_a_message_of_the_last_connection_that_comes_beside_the_next_one_is_not_taken_twice() -> None:
+    async def main() -> None:
+        first, second, writer = asyncio.StreamReader(), asyncio.StreamReader(), Mock(spec=asyncio.StreamWriter)
+        channel = Channel(first, writer, SPEC, networked=True)
+        for number in (1, 2):
+            receiving = asyncio.ensure_future(channel.receive())
+            await asyncio.sleep(0)  # until it waits for the message
+            first.feed_data(messages.encode({"number": number}))
+            if number == 2:
+                channel._go_on(second, writer, 0)
+                second.feed_data(messages.encode({"number": 2}) + messages.encode({"number": 3}))
+                first.feed_eof()
+            assert await receiving == {"number": number}
+        assert await channel.receive() == {"number": 3}
+        channel.close()
 
     asyncio.run(main())
