@@ -114,6 +114,12 @@ def test_a_hang_is_observed_until_it_is_over_and_ranks_are_restarted_if_asked_fo
     path = script("""
         import torch, torch.distributed as dist
         dist.init_process_group("gloo")
+        if rank == 0:
+            dist.recv(torch.ones(3), 1)
+        else:
+            while not os.path.exists(os.environ["SEND"]):
+                time.sleep(0.01)
+            dist.send(torch.ones(3), 0)
         if rank == 1 and attempt == 0:
             while not os.path.exists(os.environ["GO"]):
                 time.sleep(0.01)
@@ -122,7 +128,14 @@ def test_a_hang_is_observed_until_it_is_over_and_ranks_are_restarted_if_asked_fo
         dist.destroy_process_group()
     """)
     options = ("--grace", "5", "--hang-after", "1")
-    observed = Hosts(folder, torchrun(path), options=options, environ={"GO": str(folder / "go")}).start()
+    files = {"GO": str(folder / "go"), "SEND": str(folder / "send")}
+    observed = Hosts(folder, torchrun(path), options=options, environ=files).start()
+    quiet = "no rank has called a collective or printed anything for "
+    until(lambda: quiet in observed.err(), "the line about ranks that wait to receive")
+    (said,) = [line for line in observed.err().splitlines() if quiet in line]
+    assert "rank 0 (host 0, pid " in said and f"is at {path}:7 in <module>; rank 1" in said
+    assert not hangs(observed)
+    (folder / "send").touch()
 
     def is_seen() -> bool:
         assert observed.processes[0].poll() is None, observed.err()
@@ -140,7 +153,7 @@ def test_a_hang_is_observed_until_it_is_over_and_ranks_are_restarted_if_asked_fo
     (folder / "events.jsonl").unlink()
     # The second attempt is to be no hang on a busy machine either.
     more = ("--grace", "5", "--hang-after", "5", "--on-hang", "restart", "--retry-on", "77")
-    restarted = Hosts(folder, torchrun(path, restarts=1), options=more, environ={"GO": str(folder / "go")}).start()
+    restarted = Hosts(folder, torchrun(path, restarts=1), options=more, environ=files).start()
     assert restarted.wait() == [0], restarted.err()
     assert restarted.out().count("done") == 2 + 2 and len(hangs(restarted)) == 1
     kinds = [event["kind"] for event in restarted.events()]

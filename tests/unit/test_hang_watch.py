@@ -29,6 +29,7 @@ class Ranks:
 
     Attributes:
         waited: for how many seconds it has waited.
+        quiet: for how many seconds no rank has printed or called anything.
         missing: why hosts do not answer, by replica.
         asked: the requests so far.
     """
@@ -36,7 +37,7 @@ class Ranks:
     def __init__(self, reporter: Reporter, spec: HostSpec) -> None:
         self.reporter = reporter
         self.options = JobOptions(spec, NodeRange(1, 1, 1.0))
-        self.waited = 0.0
+        self.waited = self.quiet = 0.0
         self.missing: dict[int, str] = {}
         self.asked: list[Request[Any]] = []
 
@@ -48,7 +49,7 @@ class Ranks:
         first = GroupStatus("0", "0-1", 1, 0, waiting) if self.waited else GroupStatus("0", "0-1", 1, 1)
         groups = [first, GroupStatus("0", "0-1", 0 if self.waited else 1, 0)]
         ranks = tuple(RankCollectives(rank, 100, (group,)) for rank, group in enumerate(groups))
-        return {0: CollectivesRead(self.waited, ranks if request.details else ())}, self.missing
+        return {0: CollectivesRead(self.waited, ranks if request.details else (), quiet=self.quiet)}, self.missing
 
 
 class Notes(Reporter):
@@ -104,6 +105,21 @@ def test_a_hang_is_reported_once_and_its_end_too() -> None:
     )
     assert notes.notes[0][1].endswith("; rank 1 (host 0, pid 9): stopped (SIGSTOP)")
     assert notes.notes[1][1].startswith("hang over: rank 1 made the others wait for ")
+
+
+def test_that_no_rank_does_anything_is_reported_once() -> None:
+    async def steps(ranks: Ranks, watch: HangWatch) -> None:
+        for _ in range(2):
+            ranks.quiet, seen = 60, looks(ranks)
+            await until_async(lambda: looks(ranks) > seen + 9, "looks")  # noqa: B023
+            ranks.quiet, seen = 0.01, looks(ranks)
+            await until_async(lambda: looks(ranks) > seen + 3, "looks")  # noqa: B023
+
+    _, notes, ranks = watched(steps)
+    [first, second] = notes.notes
+    assert first[0] == second[0] == "quiet" and ReadCollectives(True) not in ranks.asked
+    assert first[1].startswith("no rank has called a collective or printed anything for ")
+    assert first[1].endswith(" s; rank 1 (host 0, pid 9): stopped (SIGSTOP) (torchx monarch stacks)")
 
 
 def test_nothing_is_concluded_without_all_hosts_or_while_the_watch_rests() -> None:

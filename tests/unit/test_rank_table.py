@@ -173,6 +173,9 @@ def test_a_status_shows_what_ranks_do_in_a_few_lines() -> None:
     assert status.to_json()["activity"][0]["progress"]["step"] == 20
     hanging = [replace(view, waited_for=12.0 if view.rank == 0 else None) for view in rank_views(now, before)]
     assert "a second; others wait for rank 0, for 12.0 s" in render(replace(status, activity=hanging), 101.0)
+    quiet = [replace(view, quiet=40.0 + view.rank) for view in rank_views(now, before)]
+    said = "  collectives  no rank has called one or printed anything for 40.0 s: torchx monarch stacks h://s/a"
+    assert said in render(replace(status, activity=quiet), 101.0).splitlines()
     many = [replace(sample, rank=rank, state="stopped") for rank in range(9) for sample in now[1:]]
     shown = render(replace(status, activity=rank_views(many, [])), 101.0)
     assert shown.endswith("rank 0 is stopped; rank 1 is stopped; rank 2 is stopped; …")

@@ -114,6 +114,9 @@ _MIN_LATE_S = 0.001
 _MIN_HANG_S = 5.0
 """Time for which others wait for a rank until it is named instead of the one that is late."""
 
+_MIN_QUIET_S = 15.0
+"""Time for which no rank has printed or called anything until it is said."""
+
 _MAX_NOT_RUNNING = 3
 """Ranks that do not run whose state is shown."""
 
@@ -169,7 +172,7 @@ def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
     found += [
         ("last output", f"{show_duration(now - status.last_output)} ago" if status.last_output else ""),
         ("progress", _progress(activity)),
-        ("collectives", _collectives(activity)),
+        ("collectives", _collectives(activity, status.handle)),
         ("each rank", _resource_use(activity)),
         *live,
         ("logs", one_line(status.log_folder or "")),
@@ -208,11 +211,15 @@ def _with_age(moment: Moment | None, now: float) -> str:
     return "" if moment is None else f"{show_duration(now - moment.time)} ago: {moment.message}"
 
 
-def _collectives(ranks: Sequence[RankView]) -> str:
+def _collectives(ranks: Sequence[RankView], handle: str) -> str:
+    running = [rank for rank in ranks if rank.state != "ended"]
     rates = [rank.collectives_per_second for rank in ranks if rank.collectives_per_second is not None]
     awaited, missing = max(((rank.waited_for or 0.0, rank.rank) for rank in ranks), default=(0.0, 0))
     late, last = max(((rank.late_by or 0.0, rank.rank) for rank in ranks), default=(0.0, 0))
+    quiet = min((rank.quiet or 0.0 for rank in running), default=0.0)
     text = ""
+    if awaited < _MIN_HANG_S and quiet >= _MIN_QUIET_S:
+        return f"no rank has called one or printed anything for {show_duration(quiet)}: torchx monarch stacks {handle}"
     if awaited >= _MIN_HANG_S:  # what was called before does not tell who is late now
         text = f"; others wait for rank {missing}, for {_show_lateness(awaited)}"
     elif late >= _MIN_LATE_S:

@@ -37,6 +37,7 @@ class HangWatch:
         self._rests = 0
         self._since = 0.0
         self._reported: Hang | None = None
+        self._is_quiet = False
         self._found_at = 0.0
 
     @contextlib.contextmanager
@@ -58,16 +59,19 @@ class HangWatch:
         kernel_after = min(hang_after, kernel_timeout or math.inf)
         every = max(_SHORTEST, kernel_after / _LOOKS)
         self._since, self._reported, pause, failure = asyncio.get_running_loop().time(), None, every, ""
+        self._is_quiet = False
         while True:
             await asyncio.sleep(pause)
             if self._rests:
                 continue
             pause = every
             try:
-                longest, in_kernel = await self._longest_waits()
+                longest, in_kernel, quiet = await self._read()
                 left = min(hang_after - longest, kernel_after - in_kernel)
                 hang = await self._diagnosed(hang_after, kernel_after) if left <= 0 else None
                 hang = await self._compare(hang, attempt)
+                await self._report_quiet(quiet if hang is None else 0.0, hang_after, attempt)
+                left = min(left, hang_after - quiet)
                 pause = min(every, left + 0.05) if left > 0 else every
             except Exception as error:
                 traceback.print_exc()  # into Monarch's log
@@ -92,13 +96,24 @@ class HangWatch:
         self._reported = reported if hang is not None and hang.same_as(reported) else hang
         return self._reported
 
-    async def _longest_waits(self) -> tuple[float, float]:
-        """Return the longest wait in a collective and inside the kernel, in seconds."""
+    async def _read(self) -> tuple[float, float, float]:
+        """Return the longest wait in a collective and inside the kernel, and for how long no rank has done anything."""
         answers, missing = await self._hosts.collect(ReadCollectives(details=False), _TIMEOUT)
-        found = [] if missing else answers.values()
+        found = [] if missing or self._rests else answers.values()
         longest = max((answer.longest_wait for answer in found), default=0.0)
         in_kernel = max((answer.kernel_wait for answer in found), default=0.0)
-        return min(longest, self._at_most()), min(in_kernel, self._at_most())
+        quiet = min((answer.quiet for answer in found if answer.quiet is not None), default=0.0)
+        return min(longest, self._at_most()), min(in_kernel, self._at_most()), min(quiet, self._at_most())
+
+    async def _report_quiet(self, seconds: float, hang_after: float, attempt: int) -> None:
+        """Report once where all ranks are that have printed and called nothing, as when each waits to receive."""
+        was_quiet, self._is_quiet = self._is_quiet, seconds >= hang_after
+        if self._is_quiet and not was_quiet:
+            answers, _ = await self._hosts.collect(TakeStacks(None, save_as="while ranks are quiet"), _TIMEOUT)
+            stacks = [*itertools.chain(*answers.values())]
+            places = describe_places({process.rank for process in stacks}, stacks)
+            text = f"no rank has called a collective or printed anything for {seconds:.0f} s; {places}"
+            self._reporter.report("quiet", f"{text} (torchx monarch stacks)", attempt=attempt, quiet=round(seconds, 3))
 
     async def _diagnosed(self, hang_after: float, kernel_after: float) -> Hang | None:
         answers, missing = await self._hosts.collect(ReadCollectives(details=True), _TIMEOUT)

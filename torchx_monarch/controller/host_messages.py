@@ -136,12 +136,14 @@ class ProfileRanks(Request[list[RankProfile]]):
 class CollectivesRead:
     """The longest waits of a host's ranks in seconds, and (for ``details``) its ranks that run.
 
-    ``longest_wait`` is in a collective, ``kernel_wait`` inside the kernel.
+    ``longest_wait`` is in a collective, ``kernel_wait`` inside the kernel. No rank has printed or called anything for
+    ``quiet`` seconds; None if none runs.
     """
 
     longest_wait: float
     ranks: tuple[RankCollectives, ...]
     kernel_wait: float = 0.0
+    quiet: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

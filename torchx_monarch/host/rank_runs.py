@@ -302,7 +302,9 @@ class RankRuns(Workload):
                 ranks = await pool.collectives()
                 longest = max((rank.longest_wait for rank in ranks), default=0.0)
                 in_kernel = max((rank.kernel_wait for rank in ranks), default=0.0)
-                return host_messages.CollectivesRead(longest, tuple(ranks) if request.details else (), in_kernel)
+                quiet = min((rank.quiet for rank in ranks), default=None)
+                details = tuple(ranks) if request.details else ()
+                return host_messages.CollectivesRead(longest, details, in_kernel, quiet)
             case host_messages.TakeFacts():
                 await pool.starter.importer()  # which the ranks wait for, too
                 return await asyncio.to_thread(take_facts, pool.run, pool.starter.versions)

@@ -12,7 +12,7 @@ import enum
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from torchx_monarch.insight.rank_sample import Collective, GroupStatus
+from torchx_monarch.insight.rank_sample import Collective, GroupStatus, seconds_quiet
 from torchx_monarch.insight.stacks import ProcessStacks, rank_ranges
 from torchx_monarch.system.error_files import path_in_library
 from torchx_monarch.system.untrusted_text import one_line
@@ -31,13 +31,15 @@ _EQUAL_SHAPES = ("all_reduce", "allreduce", "reduce", "broadcast")
 class RankCollectives:
     """The process groups of a rank when its host has asked it: empty if it has formed none, None without an answer.
 
-    ``kernel_wait`` is for how many seconds it waits inside the kernel, as far as its host has seen.
+    ``kernel_wait`` is for how many seconds it waits inside the kernel, as far as its host has seen; ``active``, when it
+    began, or has last printed something.
     """
 
     rank: int
     time: float
     groups: tuple[GroupStatus, ...] | None
     kernel_wait: float = 0.0
+    active: float = 0.0
 
     def waited(self, group: GroupStatus) -> float:
         """Return for how many seconds the rank has waited in a collective of a group; 0 if it waits in none."""
@@ -47,6 +49,11 @@ class RankCollectives:
     def longest_wait(self) -> float:
         """The seconds for which the rank has waited in a collective; 0 if it waits in none."""
         return max((self.waited(group) for group in self.groups or ()), default=0.0)
+
+    @property
+    def quiet(self) -> float:
+        """The seconds for which the rank has printed and called nothing; 0 if that is not known."""
+        return seconds_quiet(self.time, self.active, self.groups or ()) or 0.0
 
 
 class Fault(enum.Enum):

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 MAX_MEMBERS = 1 << 20
 """Most ranks of a process group; a longer text is refused by ``parse_ranks``."""
@@ -72,6 +72,7 @@ class GroupStatus:
         completed: that of the last one that has completed in the rank; 0 for none.
         waiting: the oldest collective that has not completed; None if all have.
         recent: the last collectives, oldest first, so that different orders and shapes can be told.
+        last_call: when the rank has last called anything in a group of this backend, as far as torch records it.
     """
 
     name: str
@@ -80,6 +81,7 @@ class GroupStatus:
     completed: int
     waiting: Collective | None = None
     recent: tuple[Collective, ...] = ()
+    last_call: float = 0.0
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -169,6 +171,22 @@ class RankSample:
         """The number of collectives that the rank has called, in all groups."""
         return sum(group.enqueued for group in self.groups)
 
+    @property
+    def quiet(self) -> float | None:
+        """The seconds for which the rank has not printed, reported or called anything; None as in ``seconds_quiet``."""
+        reported = self.progress.time if self.progress is not None else 0.0
+        return seconds_quiet(self.time, max(self.started, self.last_output or 0.0, reported), self.groups)
+
+
+def seconds_quiet(now: float, since: float, groups: Collection[GroupStatus]) -> float | None:
+    """Return the seconds for which a rank has called nothing in its groups, nor done anything else since a time.
+
+    None for one that is in no group with others: nothing is known of what it calls.
+    """
+    if not any(len(group.members) > 1 for group in groups):
+        return None
+    return max(0.0, now - max(since, *(group.last_call for group in groups)))
+
 
 @dataclasses.dataclass(frozen=True)
 class RankView:
@@ -179,6 +197,7 @@ class RankView:
         collectives_per_second: how many collectives the rank calls in a second.
         late_by: seconds after the first rank of the group at which this one has called its last collectives, the mean
             of those that all ranks of the group have called. Clocks of different hosts may differ.
+        quiet: seconds for which it has not printed, reported or called anything, as far as torch records calls.
         waited_for: seconds for which other ranks have waited for this one in a collective that it has not called.
         seconds_left: seconds until its last step, at the mean speed of the attempt.
     """
@@ -193,6 +212,7 @@ class RankView:
     devices: tuple[DeviceUse, ...] = ()
     collectives_per_second: float | None = None
     late_by: float | None = None
+    quiet: float | None = None
     waited_for: float | None = None
     last_output: float | None = None
     last_line: str = ""
@@ -230,6 +250,7 @@ def rank_views(samples: Iterable[RankSample], before: Iterable[RankSample] = ())
                 cpu=cpu,
                 collectives_per_second=rate,
                 late_by=late.get(sample.rank),
+                quiet=None if sample.state == "ended" else sample.quiet,
                 waited_for=awaited.get(sample.rank),
                 seconds_left=sample.progress.seconds_left(sample.time) if sample.progress is not None else None,
             )

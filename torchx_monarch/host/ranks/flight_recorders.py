@@ -131,7 +131,7 @@ def parse_groups(data: bytes) -> tuple[GroupStatus, ...]:
 
 def _limited(group: GroupStatus) -> GroupStatus:
     parse_ranks(group.ranks)
-    if not all(0 <= number < _MAX_NUMBER for number in (group.enqueued, group.completed)):
+    if not all(0 <= number < _MAX_NUMBER for number in (group.enqueued, group.completed, group.last_call)):
         raise ValueError("a process group has a number out of range")
     waiting = None if group.waiting is None else _limited_collective(group.waiting)
     recent = tuple(map(_limited_collective, group.recent[-MAX_RECENT:]))

@@ -135,8 +135,11 @@ class RankPool(ProcessPool):
         ranks = self.ranks
         answers = await flight_recorders.status([rank for rank in ranks if rank.is_running], _COLLECTIVES_TIMEOUT)
         now = time.time()
-        running = [rank for rank in ranks if rank.is_running]
-        return [RankCollectives(rank.rank, now, answers.get(rank.pid), rank.kernel_wait()) for rank in running]
+        return [
+            RankCollectives(rank.rank, now, answers.get(rank.pid), rank.kernel_wait(), rank.last_active)
+            for rank in ranks
+            if rank.is_running
+        ]
 
     async def _write_evidence(self, ranks: Sequence[Rank], number: int) -> None:
         """Write stacks and last collectives of ranks into the folder of their attempt, before they get a signal."""

@@ -97,6 +97,11 @@ class Rank(Child):
         if process is not None:
             self.begin(process.pid)
 
+    @property
+    def last_active(self) -> float:
+        """When it began, or has last printed something."""
+        return max(self.started, self.stdout.last_at, self.stderr.last_at)
+
     def kernel_wait(self) -> float:
         """Return for how many seconds it is known to wait inside the kernel, where it handles no signal; 0 if not."""
         status = process_status.status(self.pid)
