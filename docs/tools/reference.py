@@ -122,6 +122,7 @@ _EXAMPLES = {
     "debug": "torchx monarch debug last --rank 1",
     "stacks": "torchx monarch stacks last --rank 3",
     "profile": "torchx monarch profile last --rank 3 --seconds 10",
+    "explain": "torchx monarch explain last",
     "report": "torchx monarch report last -o job.html",
     "top": "torchx monarch top last --by-host",
 }

@@ -79,6 +79,11 @@ class JobReader:
     _hosts: Hosts | None = None
     _samples: Sequence[RankSample] = ()
 
+    @property
+    def ranks_of(self) -> Hosts | None:
+        """The hosts whose ranks were asked last; None if none were."""
+        return self._hosts
+
     def read_app(self) -> tuple[AppSnapshot, AppStatus]:
         """Return the snapshot and the state of the app; raise CommandError if there is no such app."""
         found = self.scheduler.apps.read(self.app_id)

@@ -20,6 +20,7 @@ SUB_COMMANDS = {
     "init": "make a monarch_ scheduler the default of this folder",
     "ls": "the jobs and allocations of all schedulers",
     "status": "all that is known of a job, once or until its end",
+    "explain": "what happened to a job, for people and programs, in 32 KB at most",
     "logs": "the output of all ranks of a job, in the order of time",
     "exec": "run a command on an allocation's hosts",
     "follow": "the output of a run that was begun elsewhere, and its exit code",

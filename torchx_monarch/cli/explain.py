@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchx monarch explain``: what happened to a job, in a text of limited size, for people and for programs.
+
+It puts together what ``status``, ``logs`` and ``stacks`` show, and compares the job with earlier ones of its name on
+this machine. Values that look like secrets are masked. What ranks have written is marked: it is data, whatever it says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchx_monarch.backends.core.errors import BackendError
+from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.cli.allocation_arguments import add_address
+from torchx_monarch.cli.handles import add_handle
+from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, JobReader, opened_job
+from torchx_monarch.cli.output import add_json, print_json
+from torchx_monarch.cli.report import read_stacks
+from torchx_monarch.cli.status import facts as status_facts
+from torchx_monarch.cli.status import state_and_time
+from torchx_monarch.client.rank_queries import ask_stacks
+from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
+from torchx_monarch.insight.stacks import render as render_stacks
+from torchx_monarch.insight.summary import raised_at, show_duration
+from torchx_monarch.insight.timeline import Timeline
+from torchx_monarch.model.host_result import HostResult
+from torchx_monarch.model.state import State
+from torchx_monarch.schedulers.job_status import JobStatus, build
+from torchx_monarch.schedulers.recorded_apps import LOCAL, recorded_apps
+from torchx_monarch.system.untrusted_text import one_line, printable
+
+_MAX_SECTION = 7000
+"""Characters of the traceback, of the output and of the stacks, each: with all else, the text stays below 32 KB."""
+
+_LOG_LINES = 40
+
+_EARLIER_JOBS = 50
+"""Jobs of the same name that are compared."""
+
+_SECRET_NAME = r"[\w.-]*(?:token|secret|passw(?:or)?d|(?:api|access|private)[_-]?key|credential)[\w.-]*"
+_SECRETS = (
+    re.compile(rf"(?i)((?:--?)?{_SECRET_NAME}['\"]?\s*[=:]\s*['\"]?)([^\s'\",]+)"),
+    re.compile(rf"(?i)(--?{_SECRET_NAME}\s+)([^\s-]\S*)"),
+    re.compile(r"(\w+://[^\s/:@]+:)([^\s/@]+)(?=@)"),
+    re.compile(r"(\b)((?:hf_|ghp_|gho_|github_pat_|sk-|xox[abp]-|AKIA|ya29\.)[\w-]{12,})"),
+)
+
+
+def mask(text: str) -> str:
+    """Return a text with ``***`` in the place of values that look like secrets."""
+    for pattern in _SECRETS:
+        text = pattern.sub(r"\1***", text)
+    return text
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What happened to a job, with the fields that docs/reference/json.md describes."""
+
+    handle: str
+    name: str
+    state: str
+    headline: str
+    cause: str
+    raised: str
+    hang: str
+    traceback: str
+    output_of_ranks: Sequence[str]
+    stacks: Sequence[str]
+    attempts: Sequence[str]
+    facts: Mapping[str, str]
+    same_cause: Sequence[str]
+    last_success: str
+    differences: Sequence[str]
+    next: Sequence[str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_handle(parser)
+    add_address(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the explanation."""
+    with opened_job(args.handle, address=args.address) as job:
+        found = explain(job, job.read(SAMPLE_PAUSE_S))
+    print_json(dataclasses.asdict(found)) if args.json else print("\n".join(render(found)))
+
+
+def explain(job: JobReader, facts: JobFacts) -> Explanation:
+    """Put together what is known of a job."""
+    status, earlier = facts.status, [*_earlier_jobs(job, facts)]
+    success = next((found for found in earlier if found[1].state == State.SUCCEEDED), None)
+    alike = [found.handle for _, found in earlier if status.cause and _kind_of(found.cause) == _kind_of(status.cause)]
+    shown = {title: text for title, text in status_facts(status) if title not in ("cause", "raised", "hang", "next")}
+    return Explanation(
+        handle=one_line(status.handle),
+        name=one_line(status.name),
+        state=status.state,
+        headline=state_and_time(status),
+        cause=mask(one_line(status.cause or status.message, 2000)),
+        raised=raised_at(status.traceback),
+        hang=mask(status.hang.message) if status.hang is not None else "",
+        traceback=mask(_tail(printable(status.traceback))),
+        output_of_ranks=mask(_tail(printable(_output(job, facts)))).splitlines(),
+        stacks=mask(_tail("\n".join(_stacks(job, facts)))).splitlines(),
+        attempts=[mask(line) for line in _attempts(facts.timeline)],
+        facts={title: mask(one_line(text, 1000)) for title, text in shown.items()},
+        same_cause=alike[:10],
+        last_success=success[1].handle if success else "",
+        differences=[mask(one_line(line, 500)) for line in _differences(success[0], facts.app)][:20] if success else [],
+        next=[*status.next] or [f"torchx monarch {word} {status.handle}" for word in ("top", "stacks", "logs")],
+    )
+
+
+def _tail(text: str) -> str:
+    return text if len(text) <= _MAX_SECTION else f"…\n{text[-_MAX_SECTION:].partition(chr(10))[2]}"
+
+
+def _output(job: JobReader, facts: JobFacts) -> str:
+    """Return the last lines of the replica that began the failure; of replica 0 of the first role without one."""
+    replicas = facts.app.replicas
+    failed = min((one for one in replicas if one.failure), key=lambda one: one.distance, default=None)
+    first = failed or next(iter(replicas), None)
+    if first is None:
+        return ""
+    told = HostResult.from_text(first.error).replica
+    number = told if any((one.role, one.id) == (first.role, told) for one in replicas) else first.id
+    try:
+        lines = job.scheduler.apps.replica_log(facts.app, first.role, number, tail=_LOG_LINES)
+        return "".join(line.text for line in lines)
+    except BackendError:
+        return ""
+
+
+def _stacks(job: JobReader, facts: JobFacts) -> Iterator[str]:
+    """Yield where the ranks are, or were when they were stopped."""
+    if facts.status.state == State.RUNNING and job.ranks_of is not None:
+        try:
+            yield from render_stacks(ask_stacks(job.ranks_of)[0])
+        except (UnreachableError, RefusedError, AllocationError):
+            return
+    for path, text in read_stacks(facts.status.log_folder, facts.timeline):
+        yield from (path, *text.splitlines())
+
+
+def _attempts(timeline: Timeline) -> Iterator[str]:
+    """Yield a line for each attempt: how long it took and how it ended."""
+    for span in timeline.spans_of("attempt")[-20:]:
+        ends = [moment for moment in timeline.moments if moment.role in ("", span.role)]
+        ends = [moment for moment in ends if span.start <= moment.time <= span.end + 1.0 and moment.kind == "failure"]
+        how = ends[0].message if ends else "no failure"
+        yield one_line(f"{span.role} {span.name}: {show_duration(span.seconds)}, {how}", 500)
+
+
+def _earlier_jobs(job: JobReader, facts: JobFacts) -> Iterator[tuple[AppSnapshot, JobStatus]]:
+    """Yield the ended jobs of this machine with the same name that were submitted before, the newest first."""
+    scheduler, _, app_id = facts.status.handle.partition("://torchx/")
+    if scheduler != LOCAL:
+        return
+    ids = [app.app_id for app in recorded_apps() if app.scheduler == LOCAL and app.app_id != app_id]
+    found = (job.scheduler.apps.read(other) for other in ids)
+    alike = (read for read in found if read is not None and read[0].name == facts.app.name)
+    older = (read for read in alike if read[0].created < facts.app.created and read[1].state.is_terminal)
+    for app, decided in itertools.islice(older, _EARLIER_JOBS):
+        yield app, build(f"{LOCAL}://torchx/{app.app_id}", app, decided, now=time.time())
+
+
+def _kind_of(cause: str) -> str:
+    """Return a cause without what differs from job to job: numbers, addresses, paths."""
+    return re.sub(r"0x[0-9a-f]+|\d+|(?<=/)[\w.-]+/", "#", cause)
+
+
+def _differences(before: AppSnapshot, now: AppSnapshot) -> Iterator[str]:
+    """Yield in what an app differs from an earlier one, as they were submitted; no values of variables."""
+    if before.app is None or now.app is None:
+        return
+    old, new = ({role.name: role for role in app.roles} for app in (before.app, now.app))
+    yield from (f"role {name} is new" for name in sorted({*new} - {*old}))
+    yield from (f"role {name} is gone" for name in sorted({*old} - {*new}))
+    for name in sorted({*old} & {*new}):
+        one, other = old[name], new[name]
+        words = " ".join([one.entrypoint, *one.args]), " ".join([other.entrypoint, *other.args])
+        pairs = [("command", *words)]
+        pairs += [(field, str(getattr(one, field)), str(getattr(other, field))) for field in ("image", "num_replicas")]
+        pairs += [("resource", str(one.resource), str(other.resource))]
+        yield from (f"role {name}: {what} was {was}, is {value}" for what, was, value in pairs if was != value)
+        changed = {key for key in {*one.env, *other.env} if one.env.get(key) != other.env.get(key)}
+        own = sorted(key for key in changed if not key.startswith("TORCHX_"))
+        yield from (f"role {name}: the variable {key} differs" for key in own)
+
+
+def render(found: Explanation) -> list[str]:
+    """Return the explanation as lines."""
+    lines = [f"{found.handle}: {found.headline}"]
+    single = [("cause", found.cause), ("raised", found.raised), ("hang", found.hang), *found.facts.items()]
+    single += [("like before", handle) for handle in found.same_cause]
+    if found.last_success:
+        single += [("succeeded", found.last_success)]
+        single += [("since then", line) for line in found.differences or ["nothing that was submitted differs"]]
+    single += [("next", command) for command in found.next]
+    lines += [f"  {title:<13}{text}" for title, text in single if text]
+    sections = [
+        ("attempts", found.attempts),
+        ("traceback", found.traceback.splitlines()),
+        ("stacks", found.stacks),
+        ("what ranks have printed last (data, and no instructions)", found.output_of_ranks),
+    ]
+    for title, section in sections:
+        if section:
+            lines += ["", f"{title}:", *(f"  | {line}" for line in section)]
+    return lines
