@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 from tests.conformance.differences import Difference, differs
 from tests.conformance.launchers import Launchers, Outcome
 
@@ -55,13 +53,8 @@ VALUES = {
     "address of the thread": "threading.get_ident()",
     "id of the thread": "threading.main_thread().native_id - os.getpid()",
     "tools of sys.monitoring": "[sys.monitoring.get_tool(n) for n in range(6)] if sys.version_info >= (3, 12) else []",
-    "check_random_state of sklearn": "sklearn.utils.check_random_state(None).rand()",
-    "train_test_split of sklearn": "sklearn.model_selection.train_test_split(range(100))",
-    "scipy.stats.norm": "scipy.stats.norm.rvs()",
-    "scipy.stats.Normal": "scipy.stats.Normal().sample()",
-    "scipy.stats.qmc": "scipy.stats.qmc.Sobol(2).random(1)",
 }
-"""Expressions by what they show. One that lacks its module is left out."""
+"""Expressions by what they show."""
 
 OWN = """
 import random
@@ -77,11 +70,8 @@ ADDRESSES = {"hash of a string", "address of an object", "address of the thread"
 """What differs under torchrun, and here is shared by forks."""
 
 PROGRAM = f"""
-import gc, hashlib, importlib, logging, time
+import gc, hashlib, logging, time
 rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-    globals()[name.partition(".")[0]] = sys.modules[name.partition(".")[0]]
 import own
 import multiprocessing.synchronize, multiprocessing.util, random, secrets, ssl, tempfile, threading, uuid
 import numpy.random, torch
@@ -122,11 +112,7 @@ def generators():
 
 gc.unfreeze()
 seen = dict(generators())
-for name, expression in {VALUES!r}.items():
-    try:
-        seen[name] = eval(expression)
-    except NameError:
-        pass
+seen |= {{name: eval(expression) for name, expression in {VALUES!r}.items()}}
 seen = {{name: int(hashlib.sha256(repr(value).encode()).hexdigest()[:12], 16) for name, value in seen.items()}}
 with open(f"new.{{rank}}", "w") as file:
     json.dump(seen, file)
@@ -135,17 +121,6 @@ if attempt == "0":
     wait_for("seen.0.0")
     sys.exit(3) if rank == "1" else rest()
 """
-
-MODULES = [
-    "torch",
-    pytest.param(
-        "torch,sklearn.ensemble,sklearn.model_selection,scipy.stats",
-        marks=pytest.mark.nightly("16 s of processor time; the test's own module holds such generators every time"),
-    ),
-]
-"""Modules that the zygote imports: torch and the test's own, or what a program imports in its first statements.
-
-``python -m tests.survey`` looks at the packages of others."""
 
 
 def relations(runs: list[Outcome]) -> dict[str, str]:
@@ -172,20 +147,9 @@ def relations(runs: list[Outcome]) -> dict[str, str]:
 
 
 @differs(Difference.SHARED_BY_FORKS)
-@pytest.mark.parametrize("modules", MODULES)
-def test_values_of_a_process(modules: str, both: Launchers) -> None:
-    names = modules.split(",")
-    runs = [
-        both.script(
-            PROGRAM,
-            *("--max-restarts", "1"),
-            args=names,
-            files={"own.py": OWN},
-            first="" if modules == "torch" else f"import {modules}\n",
-            preload="torch,own" if modules == "torch" else "auto",
-        )
-        for _ in range(2)
-    ]
+def test_values_of_a_process(both: Launchers) -> None:
+    """With torch alone; ``python -m tests.survey`` looks at the packages of others."""
+    runs = [both.script(PROGRAM, "--max-restarts", "1", files={"own.py": OWN}, preload="torch,own") for _ in range(2)]
     assert {(run.theirs.code, run.ours.code) for run in runs} == {(0, 0)}, runs[0].theirs.err + runs[0].ours.err
     theirs, ours = relations([run.theirs for run in runs]), relations([run.ours for run in runs])
     different: dict[str, Any] = {
