@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 import socket
 import struct
@@ -177,10 +178,15 @@ def test_none_but_the_same_host_process_goes_on(tmp_path: Path) -> None:
             assert (await greeted(HostNetwork(direct.rendezvous, SPEC, identity=client), resume))["type"] == "refused"
 
             # Another start of the replica takes the place of one whose connection is broken, which then is lost.
-            second = await RendezvousClient.join(direct, HOST, WITHIN)
-            (lost,) = job.rendezvous.events.pending
-            assert lost.replica == 1
-            assert lost.result.reason.endswith("Connection reset by peer; another host process has its place")
+            # It registers when the controller knows of that, which may put it off until the hosts have ended.
+            joining = asyncio.ensure_future(RendezvousClient.join(direct, HOST, 0.5))
+            lost = await job.rendezvous.events.until_event(asyncio.sleep(WITHIN))
+            job.rendezvous.put_off_restarted_hosts()
+            with pytest.raises(RendezvousError, match="are ending"):
+                await joining
+            second = await RendezvousClient.join(direct, dataclasses.replace(HOST, attempt=0), WITHIN)
+            assert lost is not None and lost.replica == 1
+            assert lost.result.reason.endswith("Connection reset by peer; its replica has started again")
             assert job.rendezvous.members.registered(1) is not None and resume["token"] != job.token
             assert (await greeted(direct, resume))["type"] == "refused"
             with pytest.raises(RendezvousError, match="has registered already"):

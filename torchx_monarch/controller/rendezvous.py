@@ -245,10 +245,6 @@ class Rendezvous:
             await messages.send(writer, refusal)
             return
         # No await between ``_admit`` and this: another connection may greet with the same replica.
-        last = self.members.get(host.replica)
-        if last is not None and last.channel is not None and last.is_registered:
-            last.channel.close(f"was lost: {last.channel.broken_by}; another host process has its place")
-            self._leave(last, self._loss(last, last.channel))
         network, own = self._network, self.members.registered(0)
         say = lambda text: self._say(f"{host.name}: {text}")  # noqa: E731
         channel = Channel(reader, writer, network.options, network.rendezvous.networked, say=say)
@@ -327,7 +323,11 @@ class Rendezvous:
         if not 0 <= host.replica < self._replicas:
             raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
         last = self.members.get(host.replica)
-        if last is not None and last.is_registered and not (last.channel is not None and last.channel.is_broken):
+        if last is not None and last.is_registered and last.channel is not None and last.channel.is_broken:
+            last.channel.close(f"was lost: {last.channel.broken_by}; its replica has started again")
+            self._leave(last, self._loss(last, last.channel))
+            raise LaterError(f"{last.host.name} has just been lost")  # the controller may put off hosts because of that
+        if last is not None and last.is_registered:
             raise _TakenError(f"replica {host.replica} has registered already: {last.host.name}")
         if self._puts_off and host.attempt < 0:  # a host that has run attempts belongs to this job and needs its result
             raise LaterError("the hosts that this one was started to join are ending")
