@@ -196,18 +196,20 @@ print(json.dumps(runner.run(app, "monarch_local").rpartition("/")[2]))
     assert {line for k in range(30) for line in apps.log(app_id, k=k)} == {"64\n"}
 
 
-def test_the_supervisor_of_a_process_with_few_open_files_names_the_limit(apps: Detached) -> None:
-    code = """
+@pytest.mark.parametrize("limit", [9, 12])
+def test_the_limit_of_too_few_open_files_is_named(apps: Detached, limit: int) -> None:
+    code = f"""
 import resource
 from torchx.specs import AppDef, Role
-resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))
+resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))
 try:
-    runner.run(AppDef("a", [Role("r", image="", entrypoint="true")]), "monarch_local")
+    print(json.dumps(runner.run(AppDef("a", [Role("r", image="", entrypoint="true")]), "monarch_local")))
 except Exception as error:
     print(json.dumps(str(error)))
 """
     said = apps.fresh(code)
-    assert said.endswith(": [Errno 24] Too many open files (RLIMIT_NOFILE is 12: ulimit -n)"), said
+    said = apps.wait(said.rpartition("/")[2]).msg if said.startswith("monarch_local://") else said
+    assert said.endswith(f": [Errno 24] Too many open files (RLIMIT_NOFILE is {limit}: ulimit -n)"), said
 
 
 @pytest.mark.parametrize("command", ["echo loss", "torchrun --no-python echo loss"])

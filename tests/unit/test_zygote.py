@@ -33,7 +33,7 @@ NOTHING = {"op": "import", "mode": "exec", "target": "", "modules": []}
 def started(*modules: str, say: Callable[[str], None] = print) -> Iterator[Zygote]:
     command = parse(["torchrun", "x.py"], {})
     assert command is not None
-    zygote = Zygote(ZygoteProcess(RunSpec(command, dict(os.environ), modules), 1), None, say)
+    zygote = Zygote(ZygoteProcess(RunSpec(command, dict(os.environ), modules), 1), say)
     try:
         yield zygote
     finally:

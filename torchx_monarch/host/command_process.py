@@ -71,13 +71,11 @@ def command_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in left_out}
 
 
-def start_command(
-    words: tuple[str, ...], environ: Mapping[str, str], files: tuple[int, int] | None = None
-) -> StartedCommand:
-    """Start a command; ``files`` is its limit on open files if this process has raised its own."""
+def start_command(words: tuple[str, ...], environ: Mapping[str, str]) -> StartedCommand:
+    """Start a command."""
     try:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return StartedCommand(processes.spawn(words, environ, os.getcwd(), files, **pipes))
+        return StartedCommand(processes.spawn(words, environ, os.getcwd(), **pipes))
     except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
         code = 127 if isinstance(error, FileNotFoundError) else 126
         return StartedCommand(None, f"{error}{processes.limit_hint(error)}", code)

@@ -38,7 +38,7 @@ class CommandPool(ProcessPool):
         self._host = host
         self._on_first_output = on_first_output
         self._environ = command_environ(host.environ)
-        self._files = processes.raise_file_limit()
+        processes.raise_file_limit()
         self._failure: RankExit | None = None
 
     def launch(self, started: StartedCommand | None = None) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ class CommandPool(ProcessPool):
         if not self.ranks and self._failure is None:
             if self._stops:
                 raise LaunchError("the command was stopped before it was started")
-            self._take_on(started or start_command(self._host.options.command, self._environ, self._files))
+            self._take_on(started or start_command(self._host.options.command, self._environ))
         return tuple(rank.pid for rank in self.ranks)
 
     def _take_on(self, started: StartedCommand) -> None:

@@ -33,16 +33,6 @@ _PIPE_BYTES = 1024 * 1024
 EXIT_NOT_STARTED = 127
 
 
-#: The limit on open files before this process raised it; None if it did not.
-_given_files: tuple[int, int] | None = None
-
-
-def raise_file_limit() -> None:
-    """Raise this process' limit on open files as far as allowed; processes that it starts get the previous limit."""
-    global _given_files
-    _given_files = processes.raise_file_limit()
-
-
 @dataclass
 class ReplicaRequest:
     """One process to start, with ``env`` over the submitter's environment.
@@ -111,7 +101,6 @@ class Replica:
         self.failure = ""
         self.retries = 0
         self.backoff = Backoff()
-        self._killed_for = ""
         self.log = log_files.ReplicaLog(log_dir)
         self._request = request
         self.env = dict(env)
@@ -145,7 +134,7 @@ class Replica:
     def start(self) -> bool:
         """Start the process; if that fails, return False: the replica has ended with EXIT_NOT_STARTED."""
         self.stopping = self.final = False
-        self.failure = self._killed_for = ""
+        self.failure = ""
         self.record.pid = self.record.exit_code = self.record.error = self.record.ended = None
         self.record.started = time.time()
         error_files.set_aside(self._error_file, self.record.restarts)
@@ -162,7 +151,6 @@ class Replica:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                files=_given_files,
             )
         except (OSError, ValueError) as e:  # ValueError: a null byte in an argument
             self.final = True
@@ -212,8 +200,6 @@ class Replica:
         for pipe in list(self._pipes):
             self._drain(pipe, _PIPE_BYTES)
         text = f"replica {self.name} (pid {self.record.pid}) {describe_code(code)}"
-        if self._killed_for:
-            text += f": {self._killed_for}"
         if self.stopping and code:
             text += " after a stop request"
         elif code and (why := no_retry_reason(code, self.read_error())):
@@ -274,11 +260,11 @@ class Replica:
                 with contextlib.suppress(OSError):
                     os.killpg(pid, number)
 
-    def kill(self, failure: str = "") -> None:
-        """Kill the replica and all that it has started; ``failure`` says why it has failed, if its end is a failure."""
+    def kill(self) -> None:
+        """Kill the replica and all that it has started."""
         pid = self.record.pid
         if pid is not None and self.alive:
-            self.stopping, self._killed_for = not failure, failure
+            self.stopping = True
             family = [*processes.descendants(pid, self.env[processes.MARKER]), *processes.adopted(self.marks)]
             processes.kill([pid, *family])
 

@@ -49,17 +49,20 @@ DAEMONS_PATIENCE = 4.0
 """Seconds for them to end by themselves: ``torch_shm_manager``, which removes shared memory, takes 2 s."""
 
 
-def raise_file_limit() -> tuple[int, int] | None:
-    """Raise the limit on open files as far as allowed: this process holds several files for each of its children.
+given_files: tuple[int, int] | None = None
+"""The limit on open files that this process had before ``raise_file_limit``, soft and hard; None if it is the same.
 
-    Return the limits before, None if they are the same. Children should get them back: programs that use select() fail
-    with more files.
-    """
+Children get it back: programs that use select() fail with more files.
+"""
+
+
+def raise_file_limit() -> None:
+    """Raise the limit on open files as far as allowed: this process holds several files for each of its children."""
+    global given_files
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == hard:
-        return None
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return soft, hard
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        given_files = soft, hard
 
 
 def limit_hint(error: BaseException) -> str:
@@ -107,16 +110,13 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def spawn(
-    argv: Sequence[str], env: Mapping[str, str], cwd: str, files: tuple[int, int] | None = None, **streams: Any
-) -> subprocess.Popen[bytes]:
+def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str, **streams: Any) -> subprocess.Popen[bytes]:
     """Start a process, and return when it runs its program. The caller reaps it.
 
-    It leads a new session, has default signals, and is killed when the calling thread ends. The first word is looked up
-    on the PATH of ``env``, then in ``cwd``.
+    It leads a new session, has default signals and the limit on open files that this process was given, and is killed
+    when the calling thread ends. The first word is looked up on the PATH of ``env``, then in ``cwd``.
 
     Args:
-        files: its limit on open files; None for that of this process.
         streams: ``stdin``, ``stdout`` and ``stderr`` as for ``subprocess.Popen``.
 
     Raises:
@@ -135,7 +135,7 @@ def spawn(
             cwd=cwd,
             start_new_session=True,
             close_fds=False,  # a batch system may give its tasks descriptors (PMI_FD); Python's own are not inheritable
-            preexec_fn=lambda: _set_up_child(parent, files),
+            preexec_fn=lambda: _set_up_child(parent),
             **streams,
         )
     finally:
@@ -153,14 +153,14 @@ def _find_program(name: str, path: str, cwd: str) -> str:
     return own if os.path.exists(own) else name  # the error names what the user has typed
 
 
-def _set_up_child(parent: int, files: tuple[int, int] | None) -> None:
+def _set_up_child(parent: int) -> None:
     die_with_parent(parent)
     signal.set_wakeup_fd(-1)
     # What the supervisor or the submitter's shell may ignore: a child inherits that.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    if files is not None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, files)
+    if given_files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, given_files)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 

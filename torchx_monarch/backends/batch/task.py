@@ -30,7 +30,7 @@ from torchx_monarch.insight.job_end import JobEnd
 from torchx_monarch.model.env_names import RANK0_HOST, replica0_variable
 from torchx_monarch.model.job_result import shell_code
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor.replica import ReplicaRequest, raise_file_limit
+from torchx_monarch.supervisor.replica import ReplicaRequest
 from torchx_monarch.system import processes, run_dirs, safe_files
 
 APP_ID = "MONARCH_APP_ID"
@@ -142,7 +142,7 @@ def main(folder: str, role: str, number: str) -> int:
     (only,) = request.roles[0].replicas
     only.env = {**hosts, "MONARCH_EVENTS": job.events, **only.env}
     processes.become_subreaper()
-    raise_file_limit()
+    processes.raise_file_limit()
     for signum in (signal.SIGUSR1, signal.SIGUSR2):  # for the ranks, if a batch system signals all processes of a job
         signal.signal(signum, lambda *_: None)
     _TaskLoop(paths, request, record).run()

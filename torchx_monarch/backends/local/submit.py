@@ -57,7 +57,8 @@ def submit(
         folder.remove_run_dir(paths, request.run_dir)
         folder.remove_app(paths)
         if isinstance(e, OSError):
-            raise SubmitError(f"the supervisor of {request.app_id} could not be started: {e}") from e
+            reason = f"{e}{processes.limit_hint(e)}"
+            raise SubmitError(f"the supervisor of {request.app_id} could not be started: {reason}") from e
         raise
     except BaseException:
         # Ctrl-C: the caller never gets the app's id, so the app must not continue.

@@ -23,7 +23,6 @@ from torchx_monarch.backends.local.record import SupervisorRecord
 from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
-from torchx_monarch.supervisor.replica import raise_file_limit
 from torchx_monarch.system import processes
 
 _LIFE_SIGN_INTERVAL = 2.0
@@ -50,11 +49,8 @@ def main(root: str, lock_descriptor: str) -> None:
         with contextlib.suppress(OSError):
             folder.prune(os.path.dirname(root))
         code = 0
-    except BaseException as error:
-        if hint := processes.limit_hint(error):
-            print(f"{error}{hint}", file=sys.stderr)
-        else:
-            sys.excepthook(*sys.exc_info())
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
     finally:
         sys.stderr.flush()
         os._exit(code)
@@ -63,7 +59,7 @@ def main(root: str, lock_descriptor: str) -> None:
 def _supervise(paths: state_files.AppPaths) -> None:
     os.setsid()
     processes.become_subreaper()
-    raise_file_limit()
+    processes.raise_file_limit()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, record = SupervisorRequest.load(paths), SupervisorRecord.load(paths)

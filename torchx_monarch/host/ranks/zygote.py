@@ -53,16 +53,16 @@ class Zygote(children.Child):
         imported: when its import of the modules began and ended, in seconds since the epoch; empty before that.
     """
 
-    def __init__(self, started: ZygoteProcess, files: tuple[int, int] | None, say: Callable[[str], None]) -> None:
+    def __init__(self, started: ZygoteProcess, say: Callable[[str], None]) -> None:
         super().__init__(started.process.pid)
         self.signature: object = started.signature
         self.imported: tuple[float, ...] = ()
         self._started = started.started
         self._channel = started.channel
         self._channel.setblocking(False)
-        if files is not None:
+        if processes.given_files is not None:
             with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(self.pid, resource.RLIMIT_NOFILE, files)
+                resource.prlimit(self.pid, resource.RLIMIT_NOFILE, processes.given_files)
         assert started.process.stdout is not None
         self._showing = asyncio.ensure_future(_show_output(started.process.stdout, say))
         self._asking = asyncio.Lock()
@@ -195,8 +195,9 @@ class Zygotes:
     """Keep the zygotes of a host: one for each kind of run, the first one of which may have been started early."""
 
     def __init__(self, say: Callable[[str], None], early: ZygoteProcess | None = None) -> None:
+        processes.raise_file_limit()
         # Files of this process and of Monarch's processes are private to the user; ranks keep the user's umask.
-        self._limits = (processes.raise_file_limit(), os.umask(0o077))
+        self._umask = os.umask(0o077)
         self._say = say
         self._early = early
         self._zygotes: list[Zygote] = []  # the one that was used last is the last
@@ -218,7 +219,7 @@ class Zygotes:
             found = self.fitting(run.without_leading(), count)
             found.lead(run, count)
         try:
-            zygote = found or Zygote(self._start(run, count), self._limits[0], self._say)
+            zygote = found or Zygote(self._start(run, count), self._say)
         except OSError as error:
             python = run.zygote_command()[0]
             reason = f"cannot start the Python interpreter {python!r}: {error.strerror}{processes.limit_hint(error)}"
@@ -238,7 +239,7 @@ class Zygotes:
         if early is not None:
             with early.process, early.channel:  # closes its output, too
                 children.Child(early.process.pid).send(signal.SIGKILL)
-        return ZygoteProcess(run, count, self._limits[1])
+        return ZygoteProcess(run, count, self._umask)
 
 
 async def _show_output(pipe: IO[bytes], say: Callable[[str], None]) -> None:
