@@ -176,6 +176,7 @@ from time import time as now
 identifier, text, dated = uuid.uuid4(), f"id-{uuid.uuid4()}", uuid.uuid1().hex
 data, token, url, number = os.urandom(16), secrets.token_hex(8), secrets.token_urlsafe(), secrets.randbits(128)
 pid, began, nanoseconds, ticks = os.getpid(), now(), time.time_ns(), time.perf_counter()
+late = time.time()
 day, utc = datetime.datetime.now(), datetime.datetime.now(datetime.timezone.utc)
 """
 """A module that keeps values of its process."""
@@ -201,13 +202,14 @@ def test_values_of_its_process_that_a_module_keeps_are_those_of_each_rank(
     output: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     install(tmp_path, "pack/part.py", KEEPS)
-    install(tmp_path, "other.py", "from pack.part import identifier, text")
+    install(tmp_path, "other.py", "import pack.part\nfrom pack.part import identifier, text\npack.part.late = None")
     text = f"""
-import other
 import pack.part as part
+import other
 {AHEAD}
 import json, time
 same = [other.identifier, other.text, part.pid, part.now] == [part.identifier, part.text, os.getpid(), time.time]
+same &= part.late is part.__doc__ is None
 values = {{name: str(value) for name, value in vars(part).items() if name in {sorted(NAMES)!r}}}
 print(json.dumps([len(ahead(other, part)), same, values]), flush=True)
 """

@@ -112,7 +112,7 @@ class ImportWatch:
         self._times: dict[int, tuple[Any, Callable[[], Any], Sequence[Caller]]] = {}
         self._process_ids: list[tuple[int, Sequence[str], Sequence[Caller]]] = []
         self._tokens: list[tuple[bytes, Callable[[], Any], Sequence[Caller]]] = []
-        self._kept: list[tuple[dict[str, Any], str, Callable[[Any], Any]]] = []
+        self._kept: list[tuple[dict[str, Any], str, Any, Callable[[Any], Any]]] = []
         self._originals: dict[int, Any] = {}
         self._variables: dict[str, str] = {}
         self._is_active = False
@@ -264,9 +264,9 @@ class ImportWatch:
         own = [name for name in names if name.partition(".")[0] not in sys.stdlib_module_names]
         why = self._problem or self._kept_time(_globals(own)) or self._kept_process_id() or self._kept_token()
         if self._kept and not why:  # other modules may have imported them from those
-            renewed = {id(names.get(name)): new for names, name, new in self._kept}
+            renewed = {id(value): new for _, _, value, new in self._kept}
             self._kept = [
-                (names, name, renewed[id(value)])
+                (names, name, value, renewed[id(value)])
                 for names in _globals(sys.modules)
                 for name, value in names.items()
                 if id(value) in renewed
@@ -275,8 +275,9 @@ class ImportWatch:
 
     def renew(self) -> None:
         """Give this fork values of its own in the place of those that modules keep of the process it is a fork of."""
-        for names, name, renewed in self._kept:
-            names[name] = renewed(names[name])
+        for names, name, value, renewed in self._kept:
+            if names.get(name) is value:
+                names[name] = renewed(value)
 
     def _kept_time(self, modules: Collection[dict[str, Any]]) -> str:
         """Find times among the global names of modules; give these the functions that they have imported watched."""
@@ -288,11 +289,11 @@ class ImportWatch:
                 if kind is types.FunctionType and id(value) in self._originals:
                     names[name] = self._originals[id(value)]
                 elif (kind is float or kind is int) and id(value) in self._times:
-                    self._kept.append((names, name, functools.partial(_draw_again, self._times[id(value)][1])))
+                    self._kept.append((names, name, value, functools.partial(_draw_again, self._times[id(value)][1])))
                 elif kind is int and self._began <= value <= now:
-                    self._kept.append((names, name, lambda _: int(time.time())))
+                    self._kept.append((names, name, value, lambda _: int(time.time())))
                 elif kind is datetime.datetime and any(self._began <= seconds <= now for seconds in _seconds(value)):
-                    self._kept.append((names, name, functools.partial(_moved, value, time.time())))
+                    self._kept.append((names, name, value, functools.partial(_moved, value, time.time())))
                 elif kind is str and days.search(value) and name[:2] != "__":
                     return f"{names['__name__']}.{name} may be the time of its import"
         for time_, _, callers in self._times.values():
@@ -316,7 +317,7 @@ class ImportWatch:
                         continue  # it notices that it is in another process
                     if len(path) > 1:
                         return f"{callers[0][1]} asks for the process id, which {_named(names, path)} keeps"
-                    self._kept.append((names, path[0], lambda _: os.getpid()))
+                    self._kept.append((names, path[0], value, lambda _: os.getpid()))
                 elif type(value) is str and text.search(value):
                     return f"{callers[0][1]} asks for the process id, which {_named(names, path)} has"
         self._process_ids.clear()
@@ -330,7 +331,7 @@ class ImportWatch:
                 if value in like or (type(value) is str and any(spelling in value for spelling in like)):
                     if len(path) > 1:
                         return f"{callers[0][1]} draws random bytes, which {_named(names, path)} keeps"
-                    self._kept.append((names, path[0], functools.partial(_respelled, old, draw)))
+                    self._kept.append((names, path[0], value, functools.partial(_respelled, old, draw)))
         self._tokens.clear()
         return ""
 
