@@ -99,7 +99,7 @@ class ImportWatch:
         reads_variables: modules that may read variables of a rank.
 
     Attributes:
-        places: the module and line that has started a thread or opened a file, by their names.
+        places: the module and line that has started a thread or opened a file or socket, by their names.
     """
 
     def __init__(self, program: str, installed: tuple[str, ...], reads_variables: Collection[str]) -> None:
@@ -136,6 +136,7 @@ class ImportWatch:
             for owner, name in ((os, "urandom"), (random, "_urandom"), (uuid, "uuid1"), (uuid, "uuid4")):
                 self._replace(stack, owner, name, self._see_random)
             self._replace(stack, threading.Thread, "start", self._see_thread)
+            self._replace(stack, socket.socket, "__init__", self._see_socket)
             generator, watch = vars(random)["_inst"], self
 
             class Generator(random.Random):
@@ -246,6 +247,10 @@ class ImportWatch:
     def _see_thread(self, original: Any, thread: threading.Thread) -> Any:
         self.places[thread.name] = _callers()[0][0][1]
         return original(thread)
+
+    def _see_socket(self, original: Any, made: socket.socket, *args: Any, **options: Any) -> None:
+        original(made, *args, **options)
+        self.places[os.readlink(f"/proc/self/fd/{made.fileno()}")] = _callers()[0][0][1]
 
     def _see_variable(self, what: str) -> None:
         module, place, code = _callers()[0][0]
