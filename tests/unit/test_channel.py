@@ -167,7 +167,7 @@ def test_none_but_the_same_host_process_goes_on(tmp_path: Path) -> None:
             job.proxy.is_open = False
             job.proxy.cut()
             await until_async(lambda: job.said, "the break")
-            direct = HostNetwork(job.rendezvous._network.rendezvous, SPEC, identity=job.network.identity)
+            direct = HostNetwork(job.rendezvous.network.rendezvous, SPEC, identity=job.network.identity)
             resume: messages.Message = {"type": "resume", "replica": 1, "token": job.token, "received": 0}
             for wrong in ({"token": "0" * 32}, {"token": "é"}, {"replica": 0}, {"replica": 7}):
                 answer = await greeted(direct, {**resume, **wrong})

@@ -40,7 +40,7 @@ from torchx_monarch.controller.host_messages import (
     StoreOpened,
 )
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.hosts import JobHosts, JobOptions
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.members import MemberState
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
@@ -83,10 +83,10 @@ class Job(JobHosts):
             host_timeout=1.0,
             lease=0.05,
         )
-        self.rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere"), spec), sizes.min_hosts)
+        rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere"), spec), sizes.min_hosts)
         reporter = Reporter(Console(2), None, "trainer")
-        options = JobOptions(spec, sizes, report_timeout=0.05)
-        super().__init__(options, self.rendezvous.members, self.rendezvous.events, reporter, AsyncMock())
+        super().__init__(rendezvous, sizes, reporter, AsyncMock())
+        self.report_timeout = 0.05
         self.failures = HostFailures(2)
         self.gatherer = HostGatherer(sizes, self.members, reporter, self.failures)
         self.report: HostEvent | None = None  # arrives after the exits
@@ -99,13 +99,13 @@ class Job(JobHosts):
         for replica in replicas:
             self.rendezvous.register(Registration(replica, f"node{replica}", 1))
 
-    async def ask_own(self, request: Request[Any], timeout: float) -> Any:
-        assert isinstance(request, OpenStore)
-        return StoreOpened("node0", 29500, True)
-
-    async def ask(self, request: Request[Any], *args: Any) -> dict[int, Any]:
+    async def ask(self, request: Request[Any], *args: Any, **more: Any) -> dict[int, Any]:
         self.log += [list(self.members.attempt)] if isinstance(request, BeginRun) else []
-        answers: dict[type[Request[Any]], Any] = {BeginRun: BEGUN, LaunchRanks: Launched((7,))}
+        answers: dict[type[Request[Any]], Any] = {
+            BeginRun: BEGUN,
+            OpenStore: StoreOpened("node0", 29500, True),
+            LaunchRanks: Launched((7,)),
+        }
         return dict.fromkeys(self.members.attempt, answers[type(request)])
 
     @contextmanager
@@ -136,14 +136,14 @@ class Job(JobHosts):
     async def stop(self, number: int, grace: float, add_exits: Callable[[Exits], None]) -> None:
         self.log.append(number)
         self.while_stopping()
-        if not self.options.sizes.spares:
+        if not self.sizes.spares:
             self.register(self.members.missing)  # replacements arrive
 
     def attempts(self) -> Attempts:
         return Attempts(self, self.gatherer, HangWatch(self))
 
     def result(self) -> JobResult:
-        controller = Controller(self.rendezvous, self.gatherer, self, self.attempts)
+        controller = Controller(self.gatherer, self, self.attempts)
         return asyncio.run(asyncio.wait_for(controller.run(), WITHIN))
 
 

@@ -12,10 +12,9 @@ import pytest
 
 from tests.waits import WITHIN, until_async
 from torchx_monarch.controller import hang_watch
-from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_messages import CollectivesRead, ReadCollectives, Request
-from torchx_monarch.controller.hosts import JobHosts, JobOptions
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.insight.hangs import Hang, RankCollectives
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus
@@ -36,7 +35,7 @@ class Ranks:
 
     def __init__(self, reporter: Reporter, spec: HostSpec) -> None:
         self.reporter = reporter
-        self.options = JobOptions(spec, NodeRange(1, 1, 1.0))
+        self.spec = spec
         self.waited = self.quiet = 0.0
         self.missing: dict[int, str] = {}
         self.asked: list[Request[Any]] = []

@@ -28,7 +28,7 @@ from torchx_monarch.controller.host_messages import (
     decode_request,
 )
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.hosts import JobHosts, JobOptions
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.insight.progress import Reporter
@@ -43,7 +43,6 @@ from torchx_monarch.transport.address import Address
 
 REPLICAS = 3
 HOSTS = [Registration(replica, f"node{replica}", 7) for replica in range(REPLICAS)]
-OPTIONS = JobOptions(HostSpec(host_timeout=1.0, lease=0.05), NodeRange(3, 3, 1.0), report_timeout=0.05)
 
 
 class Replica:
@@ -77,16 +76,15 @@ class Replica:
 async def joined(folder: Path) -> AsyncIterator[tuple[JobHosts, list[Replica], Rendezvous]]:
     """Replica 0 and two hosts that have registered with it over a socket file."""
     address = Address("unix", path=str(folder / "r.sock"))
-    rendezvous = Rendezvous(HostNetwork(address, HostSpec(replicas=REPLICAS)))
+    rendezvous = Rendezvous(HostNetwork(address, HostSpec(replicas=REPLICAS, host_timeout=1.0)))
     await rendezvous.start()
     rendezvous.register(HOSTS[0])
     replicas, following = [Replica(number) for number in range(REPLICAS)], list[asyncio.Task[None]]()
     for replica in replicas[1:]:
         following.append(asyncio.ensure_future(replica.follow(address)))
     await rendezvous.members.until(lambda: rendezvous.members.able_count == REPLICAS)
-    hosts = JobHosts(
-        OPTIONS, rendezvous.members, rendezvous.events, Reporter(Console(2), None, "trainer"), replicas[0].handle
-    )
+    reporter = Reporter(Console(2), None, "trainer")
+    hosts = JobHosts(rendezvous, NodeRange(3, 3, 1.0), reporter, replicas[0].handle)
     rendezvous.members.form(rendezvous.members.able)
     try:
         yield hosts, replicas, rendezvous
@@ -177,7 +175,7 @@ def test_no_request_reaches_the_replacement_of_a_lost_host_before_its_attempt(tm
         replicas[1].client._channel.close()
         assert isinstance(await asking, HostLost) and rendezvous.members.missing == [1]
         replacement = Replica(1)
-        following = asyncio.ensure_future(replacement.follow(rendezvous._network.rendezvous))
+        following = asyncio.ensure_future(replacement.follow(rendezvous.network.rendezvous))
         await rendezvous.members.until(lambda: rendezvous.members.is_complete)
         _, missing = await hosts.collect(SampleRanks(), 0.2)
         assert missing[1] == "host 1 cannot be asked: it is not connected"

@@ -11,9 +11,8 @@ from typing import Any, cast
 import pytest
 
 from torchx_monarch.command.command import parse
-from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import TakeFacts
-from torchx_monarch.controller.hosts import JobHosts, JobOptions
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.preflight import Preflight, compare
 from torchx_monarch.host.preflight import take_facts
 from torchx_monarch.host.ranks.run_spec import RunSpec
@@ -80,7 +79,7 @@ class ScriptedHosts:
     """Two hosts; the second one may have another version of torch, and another script."""
 
     def __init__(self, torch: str = GOOD["torch"], mode: str = "on") -> None:
-        self.options = JobOptions(HostSpec(preflight=mode), NodeRange(2, 2, 1.0))
+        self.spec = HostSpec(preflight=mode)
         self.reporter = Reporter(Console(2), None, "trainer")
         self.requests: list[TakeFacts] = []
         self._other = with_version("torch", torch)

@@ -17,7 +17,7 @@ from torchx_monarch.command.allocation_spec import AllocationSpec
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import BeginRun, FinishRun, Request, RunBegun
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.hosts import JobHosts, JobOptions
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Peer, Rendezvous, RendezvousError
 from torchx_monarch.controller.run_queue import _MAX_RUNS, Run, RunQueue
 from torchx_monarch.host.code_distribution import HostCode
@@ -38,14 +38,11 @@ class Replica0:
     """The runs on a replica 0."""
 
     def __init__(self, folder: Path) -> None:
-        rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere"), HostSpec(replicas=3)))
-        options, reporter = (
-            JobOptions(HostSpec("app", "trainer"), NodeRange(3, 3, 1.0)),
-            Reporter(Console(2), None, ""),
-        )
-        hosts = JobHosts(options, rendezvous.members, rendezvous.events, reporter, AsyncMock())
+        spec = HostSpec("app", "trainer", replicas=3)
+        rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere"), spec))
+        hosts = JobHosts(rendezvous, NodeRange(3, 3, 1.0), Reporter(Console(2), None, ""), AsyncMock())
         allocation = AllocationSpec(0.0, "1", ("a", "b"), None)
-        self.runs = RunQueue(hosts, rendezvous, allocation, str(folder), WriterThread(), lambda: True)
+        self.runs = RunQueue(hosts, allocation, str(folder), WriterThread(), lambda: True)
 
     def submit(self, **more: object) -> None:
         self.runs.submit(RunRequest.from_message({"command": ["python", "x.py"], "queue": True, **more}))

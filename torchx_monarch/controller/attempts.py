@@ -59,7 +59,7 @@ class Attempts:
 
     def __init__(self, hosts: JobHosts, gatherer: HostGatherer, hang_watch: HangWatch) -> None:
         self.current = Attempt()
-        self._options = hosts.options
+        self._spec, self._sizes = hosts.spec, hosts.sizes
         self._begun: RunBegun | None = None
         self._hosts = hosts
         self._gatherer = gatherer
@@ -83,7 +83,7 @@ class Attempts:
 
         A job that can lose hosts counts only attempts whose ranks had started.
         """
-        if self.current.has_begun or not self._options.sizes.can_lose:
+        if self.current.has_begun or not self._sizes.can_lose:
             self.current = self.current.next(is_restart=is_restart)
 
     async def run(self, hosts: list[Registration], begun: Mapping[int, RunBegun]) -> JobResult | HostEvent:
@@ -122,7 +122,7 @@ class Attempts:
 
     async def stop(self, number: int) -> None:
         """Stop the ranks of every host that can be reached with a signal, and record their exits."""
-        grace = self._options.spec.grace if self._begun is None else self._begun.grace
+        grace = self._spec.grace if self._begun is None else self._begun.grace
         await self._hosts.stop(number, grace, self.current.add)
         self.current.record_end(self._reporter)
 
@@ -130,23 +130,23 @@ class Attempts:
 
     async def _start(self, hosts: list[Registration], begun: Mapping[int, RunBegun]) -> World | HostEvent:
         """Start the ranks on all hosts, unless a further one has come meanwhile."""
-        if self._options.sizes.elastic and (newcomers := self._gatherer.newcomers()):
+        if self._sizes.elastic and (newcomers := self._gatherer.newcomers()):
             return _joined(newcomers[0])
         world = await self._world(hosts, begun)
         self.current.begin()
-        launched = await self._hosts.ask(LaunchRanks(world), self._options.spec.host_timeout)
+        launched = await self._hosts.ask(LaunchRanks(world), self._spec.host_timeout)
         self.current.report_start(self._reporter, "ranks", world, hosts, launched)
         self._preflight.report_differences(hosts, {replica: answer.facts for replica, answer in launched.items()})
         return world
 
     async def _world(self, hosts: list[Registration], begun: Mapping[int, RunBegun]) -> World:
-        options = self._options
-        opening = self._hosts.ask_own(
-            OpenStore(options.store_bind, options.master_addr, len(hosts)), options.spec.host_timeout
+        network = self._hosts.rendezvous.network
+        opening = self._hosts.ask(
+            OpenStore(network.bind, network.advertised, len(hosts)), self._spec.host_timeout, replicas=[0]
         )
-        modules = ", ".join(options.spec.preload_modules if options.spec.forks_ranks else ())
+        modules = ", ".join(self._spec.preload_modules if self._spec.forks_ranks else ())
         imports = f"the import of {modules}, once for all ranks of a host" if modules else "the ranks' interpreters"
-        store = await self._reporter.while_waiting(opening, lambda: imports)
+        store = (await self._reporter.while_waiting(opening, lambda: imports))[0]
         return World(
             attempt=self.current.number,
             log_attempt=begun[0].first_log_attempt + self.current.number,
@@ -169,7 +169,7 @@ class Attempts:
             asyncio.ensure_future(self._first_failure(exits)),
             asyncio.ensure_future(self._hang_watch.run(world.attempt, self._begun.kernel_timeout)),
         ]
-        if self._options.sizes.elastic:
+        if self._sizes.elastic:
             watching.append(asyncio.ensure_future(self._newcomer()))
         try:
             done, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
@@ -204,7 +204,7 @@ class Attempts:
             return None
         reason = f"host {stopped[0].replica} has stopped its ranks and not reported why: {stopped[0].describe()}"
         failure = StopRequested(0, JobResult(shell_code(stopped[0].code) or 1, reason))
-        return await self._events.report_within(self._options.spec.lease, failure)
+        return await self._events.report_within(self._spec.lease, failure)
 
     # -- end -----------------------------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class Attempts:
         Ranks may notice the loss of a host before the controller does.
         """
         pending = self._events.pending
-        if self._options.sizes.can_lose:
+        if self._sizes.can_lose:
             leaves = (HostLost, HostPreempted)
             return next((event for event in pending if event.replica != 0 and isinstance(event, leaves)), None)
         assert self._begun is not None
@@ -275,11 +275,11 @@ class Attempts:
         failure = self.current.failure(cause, world.size)
         for line in describe_others(exits, cause):
             self._reporter.line(f"also: {line}")
-        stuck = self._same_step.why_not(exits, cause, self._options.spec.same_step_limit)
+        stuck = self._same_step.why_not(exits, cause, self._spec.same_step_limit)
         before, self._never_joined = self._never_joined, never_joined(exits)
         if excluded := self._count_failure(cause, failure.reason):
             self._same_step, stuck = SameStep(), ""  # other machines may get further
-        reason = why_no_restart(cause, self._never_joined, before, self._options.spec) or stuck
+        reason = why_no_restart(cause, self._never_joined, before, self._spec) or stuck
         if self._restarts_used >= budget:
             return failure
         if reason:

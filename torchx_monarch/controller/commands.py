@@ -20,7 +20,6 @@ from torchx_monarch.controller.elastic import listed
 from torchx_monarch.controller.host_events import CommandFailed, HostEvent, HostLost, HostPreempted
 from torchx_monarch.controller.host_messages import HostError, Launched, LaunchRanks, WatchRanks
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import EARLY_FAILURES_WITHIN, JobResult, RankExit, describe_others, shell_code
 from torchx_monarch.model.world import World
@@ -33,10 +32,10 @@ class CommandController:
         ends_role: whether the result is that of the role; else of replica 0 alone, and the other commands go on.
     """
 
-    def __init__(self, rendezvous: Rendezvous, hosts: JobHosts) -> None:
+    def __init__(self, hosts: JobHosts) -> None:
         self.ends_role = True
-        self._spec = hosts.options.spec
-        self._rendezvous = rendezvous
+        self._spec = hosts.spec
+        self._rendezvous = hosts.rendezvous
         self._members = hosts.members
         self._hosts = hosts
         self._events = hosts.events

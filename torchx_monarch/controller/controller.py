@@ -21,7 +21,6 @@ from torchx_monarch.controller.host_events import (
 )
 from torchx_monarch.controller.host_messages import BeginRun, HostRefused
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 
@@ -41,15 +40,14 @@ class Controller:
 
     def __init__(
         self,
-        rendezvous: Rendezvous,
         gatherer: HostGatherer,
         hosts: JobHosts,
         new_attempts: Callable[[], Attempts],
         queue: RunQueue | None = None,
     ) -> None:
-        self._sizes = hosts.options.sizes
-        self._replacements_left = hosts.options.spec.replacements
-        self._rendezvous = rendezvous
+        self._sizes = hosts.sizes
+        self._replacements_left = hosts.spec.replacements
+        self._rendezvous = hosts.rendezvous
         self._events = hosts.events
         self._reporter = hosts.reporter
         self._gatherer = gatherer
@@ -113,7 +111,7 @@ class Controller:
             if self._queue is None:
                 # The refusal, or what a host itself reports meanwhile, ends the job.
                 failure = StopRequested(0, JobResult(1, (refusal.reason.splitlines() or ["refused"])[0]))
-                return await self._events.report_within(self._hosts.options.report_timeout, failure)
+                return await self._events.report_within(self._hosts.report_timeout, failure)
             await self._attempts.stop(signal.SIGKILL)
             return JobResult(refusal.code, str(refusal))
 

@@ -32,8 +32,8 @@ class HangWatch:
     def __init__(self, hosts: JobHosts) -> None:
         self._hosts = hosts
         self._reporter = hosts.reporter
-        self._hang_after = hosts.options.spec.hang_after
-        self._on_hang = hosts.options.spec.on_hang
+        self._hang_after = hosts.spec.hang_after
+        self._on_hang = hosts.spec.on_hang
         self._rests = 0
         self._since = 0.0
         self._reported: Hang | None = None

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The hosts on which replica 0 runs ranks, its requests to all of them, and the options of their job."""
+"""The hosts on which replica 0 runs ranks, and its requests to all of them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from torchx_monarch.controller.elastic import NodeRange, listed
-from torchx_monarch.controller.host_events import HostEvent, HostEvents, HostLost, StopRequested, T
+from torchx_monarch.controller.host_events import HostEvent, HostLost, StopRequested, T
 from torchx_monarch.controller.host_messages import (
     AnswerT,
     Exits,
@@ -23,10 +22,10 @@ from torchx_monarch.controller.host_messages import (
     StopRanks,
     encode_request,
 )
-from torchx_monarch.controller.members import Members, MemberState
+from torchx_monarch.controller.members import MemberState
+from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
-from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import messages
 
@@ -35,37 +34,27 @@ _STOP_MARGIN = 60.0
 ``host_timeout`` for a disk on which ranks have left errors."""
 
 
-@dataclasses.dataclass(frozen=True)
-class JobOptions:
-    """The options of a job that its controller needs.
+class JobHosts:
+    """Ask the hosts of the present attempt, which ``members`` knows; replica 0's own through ``own_host``.
 
     Attributes:
-        master_addr: address by which ranks dial rank 0, unless the user names one.
-        store_bind: local address on which rank 0's store listens, unless the user names one; empty for all.
-        report_timeout: seconds to wait for a host's own report after it has refused a request.
+        sizes: the number of hosts on which the job runs.
+        report_timeout: seconds to wait for a host's own report after it has refused a request. Over a network, the loss
+            of a machine is noticed only after ``peer_timeout`` seconds of silence.
     """
 
-    spec: HostSpec
-    sizes: NodeRange
-    master_addr: str = ""
-    store_bind: str = ""
-    report_timeout: float = 1.0
-
-
-class JobHosts:
-    """Ask the hosts of the present attempt, which ``members`` knows; replica 0's own through ``own_host``."""
-
-    def __init__(
-        self, options: JobOptions, members: Members, events: HostEvents, reporter: Reporter, own_host: Handler
-    ) -> None:
-        self.options = options
-        self.members = members
-        self.events = events
+    def __init__(self, rendezvous: Rendezvous, sizes: NodeRange, reporter: Reporter, own_host: Handler) -> None:
+        self.rendezvous = rendezvous
+        self.spec = rendezvous.network.options
+        self.sizes = sizes
+        self.members = rendezvous.members
+        self.events = rendezvous.events
         self.reporter = reporter
+        self.report_timeout = self.spec.peer_timeout + 3.0 if rendezvous.network.rendezvous.networked else 1.0
         self._own_host = own_host
         self._numbers = itertools.count()
         self._calls: dict[int, HostCall[Any]] = {}
-        members.on_answer, members.on_lost = self._receive, self._drop
+        self.members.on_answer, self.members.on_lost = self._receive, self._drop
 
     async def until_event(self, work: Awaitable[T]) -> T | HostEvent:
         """Do some work with the hosts until an event is pending; return its outcome, or the event (see ``HostEvents``).
@@ -81,16 +70,12 @@ class JobHosts:
             raise
         except HostError as error:
             failure = StopRequested(0, JobResult(1, str(error)))
-            return await self.events.report_within(self.options.spec.lease, failure)
+            return await self.events.report_within(self.spec.lease, failure)
 
     def settle(self, event: HostEvent) -> None:
         """Report an event, which is pending no longer. Only the controller calls this."""
         self.events.take(lambda pending: pending is event)
         self.reporter.report(event.kind, event.result.reason, replica=event.replica)
-
-    async def ask_own(self, request: Request[AnswerT], timeout: float) -> AnswerT:
-        """Send a request to replica 0's own host alone, and return the answer (see ``ask``)."""
-        return (await self.ask(request, timeout, [0]))[0]
 
     async def ask_host(self, request: Request[AnswerT], host: Registration) -> AnswerT:
         """Send a request to one host, and return the answer (see ``ask``)."""
@@ -143,7 +128,7 @@ class JobHosts:
         present = list(filter(self.members.in_attempt, self.members.attempt))
         if not present:
             return
-        within = grace + _STOP_MARGIN + self.options.spec.host_timeout
+        within = grace + _STOP_MARGIN + self.spec.host_timeout
         with self.call(StopRanks(number, grace), within, present) as call:
             async for replica, answer in call:
                 if isinstance(answer, HostRefused):

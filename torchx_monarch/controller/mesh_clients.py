@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torchx_monarch.controller.host_events import StopRequested
 from torchx_monarch.controller.host_messages import GetWorkerLoop, HostCall, RunWorkerLoop, WorkerLoopEnded
-from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Peer, RendezvousError
 from torchx_monarch.model.host_facts import Registration
@@ -51,9 +50,9 @@ class MeshClients:
     Hosts with a queue of runs do not count as idle while a client is attached.
     """
 
-    def __init__(self, hosts: JobHosts, network: HostNetwork, credentials: str, queue: RunQueue | None = None) -> None:
+    def __init__(self, hosts: JobHosts, credentials: str, queue: RunQueue | None = None) -> None:
         self._hosts = hosts
-        self._network = network
+        self._network = hosts.rendezvous.network
         self._credentials = credentials
         self._queue = queue
         self._ends_hosts = queue is not None and queue.ends_with_mesh

@@ -19,7 +19,7 @@ class Preflight:
     """Compare the hosts of a run, once for each set of hosts (see ``Attempts.run``)."""
 
     def __init__(self, hosts: JobHosts) -> None:
-        self._mode = hosts.options.spec.preflight
+        self._mode = hosts.spec.preflight
         self._hosts = hosts
         self._reporter = hosts.reporter
         self._reports_differences = True

@@ -121,6 +121,7 @@ class Rendezvous:
     """Replica 0's side of the rendezvous.
 
     Attributes:
+        network: its own connections.
         members: the hosts.
         clients: handlers of client greetings, by kind. The handler owns the connection until it returns; its
             ``RendezvousError`` refuses the client.
@@ -136,7 +137,7 @@ class Rendezvous:
         self.events = HostEvents()
         self.members = Members(network.options.replicas)
         self.clients: dict[str, Serve] = {"state": self._send_state, "stop": self._stop, "resume": self._resume}
-        self._network = network
+        self.network = network
         self._replicas = network.options.replicas
         self._min_hosts = self._replicas if min_hosts is None else min_hosts
         self._spares = network.options.spares
@@ -152,7 +153,7 @@ class Rendezvous:
     async def start(self) -> None:
         """Start to listen; raise ``RendezvousError`` if the process cannot listen on the address."""
         try:
-            network, timeout = self._network, self._network.options.peer_timeout
+            network, timeout = self.network, self.network.options.peer_timeout
             self._listener = Listener(
                 network.rendezvous, self._serve, network.identity, network.bind, timeout, self._say
             )
@@ -222,9 +223,9 @@ class Rendezvous:
                 open_for = 0.0
         if self._listener is not None:
             self._listener.close()
-            if not self._network.rendezvous.networked:
+            if not self.network.rendezvous.networked:
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self._network.rendezvous.path)
+                    os.unlink(self.network.rendezvous.path)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -245,7 +246,7 @@ class Rendezvous:
             await messages.send(writer, refusal)
             return
         # No await between ``_admit`` and this: another connection may greet with the same replica.
-        network, own = self._network, self.members.registered(0)
+        network, own = self.network, self.members.registered(0)
         say = lambda text: self._say(f"{host.name}: {text}")  # noqa: E731
         channel = Channel(reader, writer, network.options, network.rendezvous.networked, say=say)
         greeted = {"type": "registered", "name": own.name if own else "replica 0", "token": channel.token}

@@ -39,7 +39,7 @@ from torchx_monarch.controller.host_messages import (
     encode_request,
 )
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.rendezvous import Peer, Rendezvous, RendezvousError, Serve
+from torchx_monarch.controller.rendezvous import Peer, RendezvousError, Serve
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
@@ -170,7 +170,6 @@ class RunQueue:
     def __init__(
         self,
         hosts: JobHosts,
-        rendezvous: Rendezvous,
         allocation: AllocationSpec,
         log_dir: str,
         disk: WriterThread,
@@ -181,7 +180,7 @@ class RunQueue:
         self.current: Run | None = None
         self.idle_timeout = allocation.idle_timeout
         self.ends_with_mesh = allocation.ends_with_mesh
-        self._rendezvous = rendezvous
+        self._rendezvous = hosts.rendezvous
         self._reporter = hosts.reporter
         self._default_command = allocation.words
         self._log_dir = log_dir
@@ -347,8 +346,8 @@ class RunQueue:
 
         async def serve(peer: Peer) -> None:
             role = peer.greeting.get("role")
-            if role and role != self.hosts.options.spec.role:
-                own = self.hosts.options.spec.role
+            if role and role != self.hosts.spec.role:
+                own = self.hosts.spec.role
                 raise RendezvousError(f"these are the hosts of role {own!r}, not of {role!r:.100}")
             await handler(peer)
 
@@ -377,7 +376,7 @@ class RunQueue:
             )
         before = self._queue[-1] if self._queue else self.current
         if before is not None and not request.queue:
-            spec = self.hosts.options.spec
+            spec = self.hosts.spec
             end = f"torchx monarch stop {spec.app} --role {spec.role} --run {before.number}"
             raise RendezvousError(
                 f"{before.describe()} has these hosts; queue this one (--queue, queue=True), or end that: {end}"

@@ -99,10 +99,10 @@ class CommandRun(Workload):
         options = self._host.options
         return NodeRange(options.min_replicas or options.replicas, options.replicas, options.host_timeout)
 
-    def controller(self, rendezvous: Rendezvous, network: HostNetwork) -> CommandController:
-        hosts = self._job_hosts(rendezvous, network)
-        self._serve_clients(rendezvous, network, hosts)
-        return CommandController(rendezvous, hosts)
+    def controller(self, rendezvous: Rendezvous) -> CommandController:
+        hosts = self._job_hosts(rendezvous)
+        self._serve_clients(hosts)
+        return CommandController(hosts)
 
     def follower(self, network: HostNetwork) -> Follower:
         kind = Follower if self._host.options.starts == "together" else CommandFollower

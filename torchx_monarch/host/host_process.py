@@ -207,7 +207,7 @@ class HostProcess:
         host, options, workload = self._host, self._host.options, self._workload
         self._rendezvous = rendezvous = Rendezvous(network, workload.sizes.min_hosts, host.reporter.line)
         self._spawn(host.reporter.show_life())
-        controller = workload.controller(rendezvous, network)
+        controller = workload.controller(rendezvous)
         coordination = coordinator(rendezvous, network, host.environ, host.reporter)
         try:
             await rendezvous.start()

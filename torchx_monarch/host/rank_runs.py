@@ -135,28 +135,28 @@ class RankRuns(Workload):
         await super().connect(network)
         await RankRelay(self._host, network).start()
 
-    def controller(self, rendezvous: Rendezvous, network: HostNetwork) -> Controller:
+    def controller(self, rendezvous: Rendezvous) -> Controller:
         options, reporter = self._host.options, self._host.reporter
-        hosts = self._job_hosts(rendezvous, network)
+        hosts = self._job_hosts(rendezvous)
         gatherer = HostGatherer(self.sizes, rendezvous.members, reporter, HostFailures(options.exclude_after))
         hang_watch = HangWatch(hosts)
         debug_command = f"torchx monarch debug {options.app} --role {options.role}"
         rendezvous.clients.update(DebugSessions(debug_command, reporter.report, hang_watch.rest).clients)
-        queue = self._new_queue(rendezvous, hosts)
-        self._serve_clients(rendezvous, network, hosts, queue)
+        queue = self._new_queue(hosts)
+        self._serve_clients(hosts, queue)
         new_attempts = functools.partial(Attempts, hosts, gatherer, hang_watch)
-        return Controller(rendezvous, gatherer, hosts, new_attempts, queue)
+        return Controller(gatherer, hosts, new_attempts, queue)
 
-    def _new_queue(self, rendezvous: Rendezvous, hosts: JobHosts) -> RunQueue | None:
+    def _new_queue(self, hosts: JobHosts) -> RunQueue | None:
         """Return the queue of runs of a live allocation, on replica 0, and serve its clients."""
         if self._allocation is None:
             return None
         from torchx_monarch.controller.run_queue import RunQueue
 
         log_dir, disk = self._host.log_dir, self._host.disk
-        queue = RunQueue(hosts, rendezvous, self._allocation, log_dir, disk, lambda: self._zygotes.ready)
+        queue = RunQueue(hosts, self._allocation, log_dir, disk, lambda: self._zygotes.ready)
         queue.serve("sync", functools.partial(self._code.serve_client, queue))
-        rendezvous.clients["code"] = self._code.serve_host
+        hosts.rendezvous.clients["code"] = self._code.serve_host
         return queue
 
     # -- a run ---------------------------------------------------------------------------------------------------------

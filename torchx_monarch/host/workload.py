@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torchx_monarch.controller import host_messages
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.hosts import JobHosts, JobOptions
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Peer, Rendezvous
 from torchx_monarch.host.follower import Follower
 from torchx_monarch.host.host import Host
@@ -85,21 +85,15 @@ class Workload(abc.ABC):
         """The number of hosts on which the job runs."""
 
     @abc.abstractmethod
-    def controller(self, rendezvous: Rendezvous, network: HostNetwork) -> Controller | CommandController:
+    def controller(self, rendezvous: Rendezvous) -> Controller | CommandController:
         """Return the controller of the job on replica 0, and serve its clients."""
 
-    def _job_hosts(self, rendezvous: Rendezvous, network: HostNetwork) -> JobHosts:
+    def _job_hosts(self, rendezvous: Rendezvous) -> JobHosts:
         """Return the hosts of the controller's job."""
-        host, options = self._host, self._host.options
-        host.connector = rendezvous.connect
-        # Over a network, the loss of a machine is noticed only after peer_timeout seconds of silence.
-        report_timeout = options.peer_timeout + 3.0 if network.rendezvous.networked else 1.0
-        job = JobOptions(options, self.sizes, network.advertised, network.bind, report_timeout)
-        return JobHosts(job, rendezvous.members, rendezvous.events, host.reporter, self.handle)
+        self._host.connector = rendezvous.connect
+        return JobHosts(rendezvous, self.sizes, self._host.reporter, self.handle)
 
-    def _serve_clients(
-        self, rendezvous: Rendezvous, network: HostNetwork, hosts: JobHosts, queue: RunQueue | None = None
-    ) -> None:
+    def _serve_clients(self, hosts: JobHosts, queue: RunQueue | None = None) -> None:
         """Serve clients that ask what runs, and Monarch clients."""
 
         async def answer(peer: Peer) -> None:
@@ -110,9 +104,9 @@ class Workload(abc.ABC):
         async def attach(peer: Peer) -> None:
             from torchx_monarch.controller.mesh_clients import MeshClients
 
-            await MeshClients(hosts, network, self._host.environ.get(CREDENTIALS, ""), queue).serve(peer)
+            await MeshClients(hosts, self._host.environ.get(CREDENTIALS, ""), queue).serve(peer)
 
-        rendezvous.clients.update(stacks=answer, profile=answer, samples=answer, events=answer, attach=attach)
+        hosts.rendezvous.clients.update(stacks=answer, profile=answer, samples=answer, events=answer, attach=attach)
 
     def follower(self, network: HostNetwork) -> Follower:
         """Return what takes part in the job on a host other than replica 0."""
