@@ -253,12 +253,14 @@ def test_a_live_allocation(tmp_path: Path) -> None:
     command[1:1] = ["--detach"]
     assert json.loads(monarch("exec", *command, cwd=tmp_path)) == {"type": "accepted", "handle": handle, "run": 2}
     until(lambda: [run["state"] for run in objects("ps", "last")] == ["succeeded"] * 2, "the second run")
-    (tmp_path / "print.py").write_text(r'print("[step10]: loss=10\n[rank0]: 2026-11-25T10:00:00.123Z")')
+    printed = ["[step10]: loss=10\n", "[rank0]: 2026-11-25T10:00:00.123Z\n", *["much\n"] * 50_000]
+    (tmp_path / "print.py").write_text(f"print({''.join(printed[:2])!r}, 'much\\n' * 50_000, sep='', end='')")
     torchrun = ["--workspace", "", "--", "torchrun", "--nproc-per-node", "1"]
     for more, lead in (((), ""), (("--tee", "3"), "[0] ")):
-        assert monarch("exec", "last", *torchrun, *more, "print.py", cwd=tmp_path) == (
-            f"{lead}[step10]: loss=10\n{lead}[rank0]: 2026-11-25T10:00:00.123Z\n"
-        )
+        said = monarch("exec", "last", *torchrun, *more, "print.py", cwd=tmp_path)
+        assert said == "".join(lead + line for line in printed)
+    files = Path(state_files.app_paths(handle.rpartition("/")[2]).logs, "hosts/0/run_4")
+    assert sum(path.stat().st_size for path in files.rglob("*") if path.is_file()) < 1.1 * len("".join(printed))
     assert [run["run"] for run in objects("ps")] == [1, 2, 3, 4]
     live = objects("status", "hosts")["live"]
     assert (live["ready"], live["runs"], [run["run"] for run in live["last_runs"]]) == (True, 4, [1, 2, 3, 4])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine
 from torchx_monarch.host.ranks import rank_log
 from torchx_monarch.host.ranks.rank_log import LogSpace, RankLog
 from torchx_monarch.host.ranks.rank_output import OutputPipe
+from torchx_monarch.host.ranks.run_output import RunOutput, RunOutputSink
+from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.supervisor import log_files, log_reader
 from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.system.log_references import PARTS
@@ -33,6 +36,7 @@ class Replica:
 
     def __init__(self, folder: Path, refers: bool = True, limit: int = 0) -> None:
         self.folder = folder
+        self.run_texts = ""
         self.said: list[str] = []
         self._refers, self._limit = refers, limit
         self._log = log_files.ReplicaLog(str(folder))
@@ -54,6 +58,8 @@ class Replica:
             os.set_blocking(read, False)
         first = Console(self._pipes["stdout"][1])
         consoles = {"stdout": first, "stderr": Console(self._pipes["stderr"][1], first)}
+        run = RunOutput("token")
+        run_log = RunLog(str(self.folder / "run_1" / "journal.jsonl"), asyncio.get_running_loop())
         outputs: dict[tuple[int, str], OutputPipe] = {}
         for rank, stream in dict.fromkeys((rank, stream) for rank, stream, _ in pieces):
             read, write = os.pipe()
@@ -64,6 +70,7 @@ class Replica:
             path.parent.mkdir(parents=True, exist_ok=True)
             console = consoles[stream]
             log = RankLog(str(path), space, console if self._refers else None, name)
+            log.copy = RunOutputSink(run, rank, stream, "")
             output.assign(log, console, f"[r{rank}]:")
         for rank, stream, data in pieces:
             outputs[rank, stream]._arrived(data)
@@ -72,7 +79,12 @@ class Replica:
         for output in outputs.values():
             output.close()
         await asyncio.to_thread(WriterThread.finish)
-        await asyncio.sleep(0)
+        space.call(run.end, iter(()))
+        while records := await run.read():
+            run_log.append_lines(records.encode())
+        run_log.close()
+        async for lines in run_log.follow():
+            self.run_texts += "".join(json.loads(line)["text"] for line in lines)
 
     def _read(self) -> None:
         for stream, (read, _) in self._pipes.items():
@@ -122,7 +134,7 @@ def test_each_byte_is_kept_once(tmp_path: Path) -> None:
     replica = Replica(tmp_path)
     replica.run(printed)
     assert replica.size < 1.1 * sum(len(data) for _, _, data in printed)
-    assert len(replica.texts()) == 32_000
+    assert len(replica.texts()) == 32_000 and replica.run_texts == "".join(replica.texts())
 
 
 def test_the_last_lines_of_a_rank_are_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +184,8 @@ def test_a_limit_drops_the_oldest_output_and_says_so(tmp_path: Path, refers: boo
         note, *shown = replica.texts()
         assert note == "[monarch] attempt_0/0/stdout.log is incomplete: its oldest part was dropped (log_limit)\n"
         assert shown == [f"[r0]:{line}" for line in lines[-len(shown) :]] and len(shown) >= kept // 10 - 1
-        assert replica.texts(tail=3) == shown[-3:]
+        assert replica.texts(tail=3) == shown[-3:] and replica.run_texts.endswith("".join(shown[-3:]))
+        assert replica.run_texts.count("its oldest part was dropped (log_limit)") == 1
 
 
 def test_many_bytes_of_logs_and_few_free_ones_are_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,7 +242,8 @@ class RankRuns(Workload):
         self.pool.retire()
         if self._function_file:
             self._host.disk.call(remove_tree, self._function_file)
-        output.end(read_values(os.path.dirname(self._function_file), ranks) if self._function_file else iter(()))
+        last = read_values(os.path.dirname(self._function_file), ranks) if self._function_file else iter(())
+        self._host.stdout.writer.call(self._space.call, output.end, last)  # after the references that wait there
 
     @functools.cached_property
     def _space(self) -> LogSpace:

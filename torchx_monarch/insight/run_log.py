@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The log of one run on a live allocation: JSON lines in a file, with one writer and any number of followers.
 
+What ranks of replica 0 have printed is in their own logs, to which it refers (``system.log_references``).
+
 The file is the buffer. A follower that reads slowly or starts late costs no memory and delays neither the run nor other
 followers.
 """
@@ -12,13 +14,20 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.console import WriterThread, write_all
+from torchx_monarch.system.log_references import LogReference, ReferredLogs
 
 _CHUNK = 1 << 18
+
+_PIECE = 4000
+"""Most characters of output in one record, so that a message of records is far shorter than it may be."""
+
+_REFERENCE = b'"reference":"'
+"""Is in a record with a reference, and not in text, whose quotation marks are escaped."""
 
 _MAX_PENDING = 1 << 20
 """Bytes of records that wait to be written before hosts have to wait."""
@@ -45,7 +54,7 @@ class RunLog:
 
     def append(self, record: dict[str, Any]) -> None:
         """Append a record; do nothing after ``close``."""
-        self.append_lines(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        self.append_lines(_encoded(record))
 
     def append_lines(self, lines: bytes) -> None:
         """Append records that are encoded already, each with its line feed; do nothing after ``close``."""
@@ -92,7 +101,8 @@ class RunLog:
             OSError: another file is in the place of the log.
         """
         requested, rest = self._requested, b""
-        with await asyncio.to_thread(self._open) as file:
+        logs = ReferredLogs(os.path.dirname(os.path.dirname(self._path)))
+        with await asyncio.to_thread(self._open) as file, contextlib.closing(logs):
             while True:
                 # All before the read, so that what is written after it wakes this follower.
                 ends, appended, changed = self._closed or not wait, self._appended, self._changed
@@ -101,8 +111,44 @@ class RunLog:
                 if not data:
                     if ends and appended >= last:
                         return
+                    logs.close()
                     await changed.wait()
                     continue
                 *lines, rest = (rest + data).split(b"\n")
-                if lines:
-                    yield [line + b"\n" for line in lines]
+                plain: list[bytes] = []
+                for line in lines:
+                    if _REFERENCE not in line:
+                        plain.append(line + b"\n")
+                        continue
+                    if plain:
+                        yield plain
+                    plain = []
+                    yield await asyncio.to_thread(_resolved, line, logs)
+                if plain:
+                    yield plain
+
+
+def pieces(text: bytes) -> Iterator[str]:
+    """Split output into the texts of records."""
+    whole, start = text.decode(errors="surrogateescape"), 0
+    while start < len(whole):
+        end = start + _PIECE
+        if end < len(whole):  # split at line ends: a follower receives records of several hosts interleaved
+            end = whole.rfind("\n", start, end) + 1 or end
+        yield whole[start:end]
+        start = end
+
+
+def _resolved(line: bytes, logs: ReferredLogs) -> list[bytes]:
+    """Return a record with a reference as records with what that names."""
+    record = json.loads(line)
+    reference = LogReference.parse(record.pop("reference").rstrip("\n").encode(errors="surrogateescape"))
+    text = b"\n"  # the end of a line
+    if reference is not None and reference.size:
+        shown = logs.shown(reference)
+        text = shown or logs.why_incomplete(reference.name, is_dropped=shown is not None)
+    return [_encoded({**record, "text": piece}) for piece in pieces(text)]
+
+
+def _encoded(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"

@@ -23,7 +23,7 @@ from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine
 from torchx_monarch.supervisor.log_files import CHUNK, INDEX, LOG, RECORD, STREAMS
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.line_output import LineOutput, LineReader
-from torchx_monarch.system.log_references import MARK, MAX_BYTES, LogReference, parts, prefixed
+from torchx_monarch.system.log_references import MARK, MAX_BYTES, LogReference, ReferredLogs
 from torchx_monarch.system.processes import limit_hint
 
 _POLL = 0.05
@@ -40,9 +40,6 @@ _LATEST = 1e11
 
 _INSIDE = 1 << 48
 """A byte of what a reference names, in a position."""
-
-_MAX_FILES = 8
-"""Logs of ranks that are open at the same time."""
 
 _RANK = re.compile(rb"\[[^\]]*?(\d{1,9})\]:")
 """The beginning of a line with torchrun's prefix."""
@@ -146,15 +143,11 @@ class LogText:
         self._query = query
         self._below = below
         self._lines = LineOutput()
-        self._parts: dict[str, list[tuple[int, int]]] = {}
-        """The parts of ranks' logs: where each begins, and its descriptor."""
-        self._incomplete = set[str]()
-        self._why_missing = ""
+        self._referred = ReferredLogs(folder, below)
 
     def close(self) -> None:
         """Close the logs of ranks."""
-        for name in [*self._parts]:
-            self._close(name)
+        self._referred.close()
 
     def read(self, position: int, is_last: bool) -> Iterator[_Piece]:
         """Yield the text from a position to its present end, which is before a reference whose bytes are not there yet.
@@ -213,19 +206,16 @@ class LogText:
         Args:
             start, end: the positions of the reference and of what follows it.
         """
-        text: bytes | None = b""
+        shown: bytes | None = b""
         if not self._is_left_out(named):
-            text = self._bytes(named.name, named.offset, named.size)
-            if text is None and not (is_last and self._query.has_ended()):
+            shown = self._referred.shown(named)
+            if shown is None and not (is_last and self._query.has_ended()):
                 return False
-            if named.size and not text and named.name not in self._incomplete:
-                self._incomplete.add(named.name)
-                why = "its oldest part was dropped (log_limit)" if text is not None else self._why_missing
-                note = f"[monarch] {named.name}.log is incomplete: {why}\n".encode()
+            is_missing = named.size and not shown
+            note = self._referred.why_incomplete(named.name, is_dropped=shown is not None) if is_missing else b""
+            if note:
                 yield _Piece(self._lines.place("", note), start, 0, start)
-        if text:
-            goes_on = named.offset > 0 and self._bytes(named.name, named.offset - 1, 1) not in (b"\n", b"", None)
-            shown = prefixed(text, named.prefix, goes_on)
+        if shown:
             placed = self._lines.place(named.name, shown, named.prefix)
             yield _Piece(placed[: len(placed) - len(shown)], start, 0, start)
             yield _Piece(shown[skip:], start + skip * _INSIDE, _INSIDE, end)
@@ -274,45 +264,9 @@ class LogText:
         if reference := LogReference.parse(line):
             if self._is_left_out(reference) or not reference.size:
                 return 0
-            text = self._bytes(reference.name, reference.offset, reference.size)
+            text = self._referred.read(reference.name, reference.offset, reference.size)
             return max(1, text.count(b"\n")) if text else 0
         return not self._query.ranks or ((found := _RANK.match(line)) is not None and self._is_of_ranks(int(found[1])))
-
-    def _bytes(self, name: str, offset: int, size: int) -> bytes | None:
-        """Return bytes of a rank's log; b"" if they were dropped, None if they are not there, or not yet."""
-        for is_open in (name in self._parts, False):
-            if not is_open:
-                self._open(name)
-            text = b""
-            for number, (begin, fd) in enumerate(self._parts[name]):
-                if (at := offset + len(text)) >= begin:
-                    text += os.pread(fd, size - len(text), at - begin)
-                elif not number:
-                    return b""
-            if len(text) == size:
-                return text
-        return None
-
-    def _open(self, name: str) -> None:
-        self._close(name)
-        if len(self._parts) >= _MAX_FILES:
-            self.close()
-        path = os.path.join(self._folder, f"{name}.log")
-        opened = self._parts[name] = []
-        self._why_missing = "some of it is missing"
-        try:
-            numbers, size = parts(path)
-            for number in numbers:
-                opened.append((number * size, safe_files.open_file(f"{path}.{number}", below=self._below)))
-            opened.append(((numbers[-1] + 1) * size if numbers else 0, safe_files.open_file(path, below=self._below)))
-            if parts(path)[0] != numbers:  # a part has ended meanwhile
-                self._open(name)
-        except OSError as error:
-            self._why_missing = f"{error}{limit_hint(error)}"
-
-    def _close(self, name: str) -> None:
-        for _, fd in self._parts.pop(name, ()):
-            os.close(fd)
 
 
 class LogIndex:

@@ -14,12 +14,16 @@ import select
 from typing import NamedTuple
 
 from torchx_monarch.system import safe_files
+from torchx_monarch.system.processes import limit_hint
 
 MARK = b"\x1e"
 """The first byte of a reference: a record separator."""
 
 MAX_BYTES = select.PIPE_BUF
 """The maximum bytes of a reference: it is written to a pipe as a whole."""
+
+_MAX_FILES = 8
+"""Logs of ranks that are open at the same time."""
 
 PARTS = 4
 """Parts in which the log of a rank is kept under a limit. The older ones are named ``stdout.log.N`` and of equal size:
@@ -75,7 +79,85 @@ def prefixed(text: bytes, prefix: bytes, goes_on: bool) -> bytes:
     return shown if goes_on else prefix + shown
 
 
-def parts(path: str) -> tuple[list[int], int]:
+class ReferredLogs:
+    """Read what references name.
+
+    Args:
+        folder: the folder of the replica's logs.
+        below: as for ``safe_files.open_file``.
+    """
+
+    def __init__(self, folder: str, below: str | None = None) -> None:
+        self._folder = folder
+        self._below = below
+        self._parts: dict[str, list[tuple[int, int]]] = {}
+        """The parts of each log: where they begin, and their descriptors."""
+        self._why = ""
+        self._incomplete = set[str]()
+
+    def close(self) -> None:
+        """Close the logs of ranks; they are opened again when they are read."""
+        for name in [*self._parts]:
+            self._close(name)
+
+    def shown(self, reference: LogReference) -> bytes | None:
+        """Return what a reference names, with the prefixes; as ``read`` if that is not there."""
+        text = self.read(reference.name, reference.offset, reference.size)
+        if not text:
+            return text
+        before = self.read(reference.name, reference.offset - 1, 1) if reference.offset else b""
+        return prefixed(text, reference.prefix, before not in (b"\n", b"", None))
+
+    def why_incomplete(self, name: str, is_dropped: bool) -> bytes:
+        """Return a line that says why what a reference names is not there; empty if it was called for this log before.
+
+        Args:
+            is_dropped: whether it was dropped; otherwise it cannot be read.
+        """
+        if name in self._incomplete:
+            return b""
+        self._incomplete.add(name)
+        why = "its oldest part was dropped (log_limit)" if is_dropped else self._why
+        return f"[monarch] {name}.log is incomplete: {why}\n".encode(errors="backslashreplace")
+
+    def read(self, name: str, offset: int, size: int) -> bytes | None:
+        """Return bytes of a rank's log; b"" if they were dropped, None if they are not there, or not yet."""
+        for is_open in (name in self._parts, False):
+            if not is_open:
+                self._open(name)
+            text = b""
+            for number, (begin, fd) in enumerate(self._parts[name]):
+                if (at := offset + len(text)) >= begin:
+                    text += os.pread(fd, size - len(text), at - begin)
+                elif not number:
+                    return b""
+            if len(text) == size:
+                return text
+        return None
+
+    def _open(self, name: str) -> None:
+        self._close(name)
+        if len(self._parts) >= _MAX_FILES:
+            self.close()
+        path = os.path.join(self._folder, f"{name}.log")
+        opened = self._parts[name] = []
+        self._why = "some of it is missing"
+        try:
+            numbers, size = _parts(path)
+            for number in numbers:
+                opened.append((number * size, safe_files.open_file(f"{path}.{number}", below=self._below)))
+            opened.append(((numbers[-1] + 1) * size if numbers else 0, safe_files.open_file(path, below=self._below)))
+            if _parts(path)[0] != numbers:  # a part has ended meanwhile
+                self._open(name)
+        except OSError as error:
+            self._why = f"{error}{limit_hint(error)}"
+
+    def _close(self, name: str) -> None:
+        for _, fd in self._parts.pop(name, ()):
+            os.close(fd)
+
+
+def _parts(path: str) -> tuple[list[int], int]:
     """Return the numbers of the older parts of a rank's log, ascending, and their size; none and 0 without any."""
     folder, name = os.path.split(path)
     numbers = sorted(safe_files.numbered(folder, f"{name}."))[-PARTS:]

@@ -8,6 +8,7 @@ import contextlib
 import os
 from collections.abc import Callable
 
+from torchx_monarch.host.ranks.run_output import RunOutputSink
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.system.log_references import MAX_BYTES, PARTS, LogReference
@@ -54,8 +55,12 @@ class LogSpace:
         """Show a line, the first for its reason."""
         if reason not in self._said:
             self._said.add(reason)
-            with contextlib.suppress(RuntimeError):  # the event loop has ended
-                self._loop.call_soon_threadsafe(self._say, text)
+            self.call(self._say, text)
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        """Call a function on the event loop."""
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(function, *args)
 
 
 class RankLog:
@@ -63,6 +68,7 @@ class RankLog:
 
     Attributes:
         writer: the thread: that of ``console``, so that references follow what they name.
+        copy: another destination of references; None for none.
 
     Args:
         console: where ``pass_on`` writes references; None if the reader of the host's output does not know them.
@@ -74,6 +80,7 @@ class RankLog:
 
     def __init__(self, path: str, space: LogSpace, console: Console | None = None, name: str = "") -> None:
         self.console = console
+        self.copy: RunOutputSink | None = None
         self.writer = console.writer if console is not None else WriterThread()
         self._path = path
         self._name = name
@@ -94,7 +101,14 @@ class RankLog:
         """
         assert self.console is not None
         start, self._passed = self._passed, self._passed + len(text)
-        self.console.write_line(self, lambda: self._reference(start, len(text), prefix) or shown, len(shown))
+
+        def line() -> bytes:
+            reference = self._reference(start, len(text), prefix)
+            if self.copy is not None:
+                self._space.call(self.copy.refer, reference, shown)
+            return reference or shown
+
+        self.console.write_line(self, line, len(shown))
 
     def close(self) -> None:
         """Close the log after all writes; no writes may follow."""

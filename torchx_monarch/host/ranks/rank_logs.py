@@ -84,9 +84,14 @@ class RankLogs:
             teed = getattr(options.tee, name)(local_rank)
             onto_console = shown and (teed or not getattr(options.redirects, name)(local_rank))
             sinks: list[FilteredFile | RunOutputSink] = []
+            log = self._open(directory / f"{name}.log", console if onto_console else None) if directory else None
             if self.run_output is not None:
                 own = prefix if teed and template == TEMPLATE else ""
-                sinks.append(RunOutputSink(self.run_output, rank, name, own))
+                copy = RunOutputSink(self.run_output, rank, name, own)
+                if log is not None and log.console is not None and self.replica == 0:  # which has the run log, too
+                    log.copy = copy
+                else:
+                    sinks.append(copy)
             if directory and (texts := getattr(options, f"duplicate_{name}_filters")):
                 # Torchrun's name. Replicas may share the folder, and machines cannot append to one file over NFS.
                 own_name = f"filtered_{name}.{self.replica}.log" if self.replica else f"filtered_{name}.log"
@@ -95,7 +100,6 @@ class RankLogs:
                 os.close(safe_files.open_log(filtered))
                 if teed and shown:
                     sinks.append(FilteredFile(str(filtered), texts, prefix.encode()))
-            log = self._open(directory / f"{name}.log", console if onto_console else None) if directory else None
             output.assign(log, console if onto_console else None, prefix if teed else "", sinks)
         return directory
 

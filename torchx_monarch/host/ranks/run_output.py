@@ -13,14 +13,12 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torchx_monarch.function import MAX_VALUE_BYTES, VALUE
+from torchx_monarch.insight.run_log import pieces
 from torchx_monarch.system import safe_files
 from torchx_monarch.transport import messages
 
 _MAX_PENDING = 1 << 20
 """Bytes of records that wait to be read before the ranks have to wait."""
-
-_PIECE = 4000
-"""Most characters of output in one record, so that a message of records is far shorter than it may be."""
 
 _VALUE_PART = 18_000
 """Bytes of a value in one record: 24 kB as base64."""
@@ -97,14 +95,16 @@ class RunOutputSink:
         self._record = {"type": "output", "rank": rank, "stream": stream, "prefix": prefix}
 
     def write(self, text: bytes, shown: bytes) -> None:
-        """Append ``shown``, the text with its prefixes, in records of ``_PIECE`` characters at most."""
-        whole, start = shown.decode(errors="surrogateescape"), 0
-        while start < len(whole):
-            end = start + _PIECE
-            if end < len(whole):  # split at line ends: a follower receives records of several hosts interleaved
-                end = whole.rfind("\n", start, end) + 1 or end
-            self._output.append({**self._record, "text": whole[start:end]})
-            start = end
+        """Append ``shown``, the text with its prefixes, in pieces."""
+        for piece in pieces(shown):
+            self._output.append({**self._record, "text": piece})
+
+    def refer(self, reference: bytes, shown: bytes) -> None:
+        """Append a reference (``log_references``) in the place of ``shown``, unless it is empty, on replica 0."""
+        if reference:
+            self._output.append({**self._record, "reference": reference.decode(errors="surrogateescape")})
+        else:
+            self.write(b"", shown)
 
     def close(self) -> None:
         """Do nothing: the output of the run outlives the rank."""
