@@ -76,7 +76,7 @@ def test_runs_that_wait_hold_no_descriptor_and_are_limited(tmp_path: Path) -> No
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(1000):
             replica0.submit()
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before  # what ran before may still close some
         with pytest.raises(RendezvousError, match="1000 runs wait"):
             replica0.submit()
         await replica0.runs.next_run()
