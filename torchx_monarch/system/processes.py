@@ -79,13 +79,13 @@ def why_too_large(words: Iterable[str], environ: Mapping[str, str]) -> str:
     """Return why no process can have these arguments and variables, which ``execve`` limits; empty if one can."""
     named = [(f"argument {word[:40]!r}…", word) for word in words]
     named += [(f"variable {name[:200]!r}", f"{name}={value}") for name, value in environ.items()]
-    sizes = {name: len(text.encode(errors="replace")) + 1 for name, text in named}
-    largest = max(sizes, key=lambda name: sizes[name], default="")
-    if sizes and sizes[largest] > _MAX_STRING:
-        return f"{largest} has {sizes[largest]:,} bytes, and a process can have none above {_MAX_STRING:,}"
-    if (total := sum(sizes.values())) > _MAX_STRINGS:
-        of_all = f"arguments and variables have {total:,} bytes, and a process can have {_MAX_STRINGS:,}"
-        return f"{of_all} at most; the largest is {largest} with {sizes[largest]:,}"
+    sizes = sorted((len(text.encode(errors="replace")) + 1, name) for name, text in named)
+    for size, largest in sizes[-1:]:
+        if size > _MAX_STRING:
+            return f"{largest} has {size:,} bytes, and a process can have none above {_MAX_STRING:,}"
+        if (total := sum(size for size, _ in sizes)) > _MAX_STRINGS:
+            of_all = f"arguments and variables have {total:,} bytes, and a process can have {_MAX_STRINGS:,}"
+            return f"{of_all} at most; the largest is {largest} with {size:,}"
     return ""
 
 
