@@ -17,7 +17,8 @@ VARIABLE = "TORCHX_MONARCH_TEST_LOOP"
 FILE = "waits"
 """Its name, in the folder of a test's hosts."""
 
-_AUDITED = ("open", "os.chmod", "os.link", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir")
+_CHANGES = ("chmod", "link", "mkdir", "remove", "rename", "rmdir", "symlink", "truncate", "utime")
+_AUDITED = ("open", "os.listdir", "os.scandir", *(f"os.{name}" for name in _CHANGES))
 """The events of ``sys.addaudithook`` whose first argument is a path."""
 
 _NOT_AUDITED = ("access", "lstat", "mkfifo", "stat", "write")

@@ -307,5 +307,6 @@ def test_the_exit_of_a_process_is_awaited_and_not_that_of_another_with_its_pid()
         assert processes.await_exit(target, 0.0) and child.poll() is None  # it has not exited in that time
         assert not processes.await_exit(target._replace(start=target.start - 1), WITHIN)
         child.stdin.close()
-        assert processes.await_exit(target, WITHIN)
+        processes.await_exit(target, WITHIN)  # False if it has exited before the call
+        assert processes.identity(child.pid) is None
     assert not processes.await_exit(target, WITHIN)

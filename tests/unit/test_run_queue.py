@@ -42,7 +42,8 @@ class Replica0:
         rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere"), spec))
         hosts = JobHosts(rendezvous, NodeRange(3, 3, 1.0), Reporter(Console(2), None, ""), AsyncMock())
         allocation = AllocationSpec(0.0, "1", ("a", "b"), None)
-        self.runs = RunQueue(hosts, allocation, str(folder), WriterThread(), lambda: True)
+        self.disk = WriterThread()
+        self.runs = RunQueue(hosts, allocation, str(folder), self.disk, lambda: True)
 
     def submit(self, **more: object) -> None:
         self.runs.submit(RunRequest.from_message({"command": ["python", "x.py"], "queue": True, **more}))
@@ -81,6 +82,25 @@ def test_runs_that_wait_hold_no_descriptor_and_are_limited(tmp_path: Path) -> No
             replica0.submit()
         await replica0.runs.next_run()
         replica0.submit()
+        await replica0.runs.close(JobResult(0, "released", stopped=True))
+
+    asyncio.run(main())
+
+
+def test_a_run_may_end_and_events_may_come_while_its_log_is_opened(tmp_path: Path) -> None:
+    async def main() -> None:
+        replica0, thaws = Replica0(tmp_path), threading.Event()
+        for _ in range(2):
+            replica0.submit()
+        replica0.disk.call(thaws.wait)
+        for _ in range(2):  # an event cancels the wait for the next run
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(replica0.runs.next_run(), 0.01)
+        waiting = asyncio.ensure_future(replica0.runs.next_run())
+        replica0.runs.end_run(replica0.runs.find(1), JobResult(143, "stopped by its client", stopped=True))
+        thaws.set()
+        run = await waiting
+        assert isinstance(run, Run) and run.number == 2 and replica0.runs.find(1).state == "stopped"
         await replica0.runs.close(JobResult(0, "released", stopped=True))
 
     asyncio.run(main())

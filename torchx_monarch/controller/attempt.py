@@ -51,7 +51,6 @@ class Attempt:
         shown = [
             {
                 "replica": host.replica,
-                "name": host.hostname,
                 "first_rank": world.first_rank(host.replica),
                 "pids": launched[host.replica].pids,
                 "imported": launched[host.replica].imported,

@@ -40,9 +40,6 @@ from torchx_monarch.system.console import Console, ThreadedStderr, WriterThread
 _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to exit before it exits."""
 
-_STOP_FILE_TIMEOUT = 5.0
-"""Seconds to find out whether the backend has announced a signal."""
-
 _FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)
 """The signals that are passed on."""
 
@@ -251,8 +248,9 @@ class HostProcess:
         host, replica = self._host, self._host.options.replica
         stop_file, announced = host.environ.get("MONARCH_STOP_FILE"), None
         if stop_file:
-            with contextlib.suppress(asyncio.TimeoutError):  # of a disk that stands still
-                announced = await asyncio.wait_for(host.disk.run(os.path.exists, stop_file), _STOP_FILE_TIMEOUT)
+            # After a lease, the end of the ranks would be taken for a failure.
+            with contextlib.suppress(asyncio.TimeoutError):
+                announced = await asyncio.wait_for(host.disk.run(os.path.exists, stop_file), host.options.lease / 2)
         registration = self._registration or Registration(replica, host.hostname, os.getpid())
         event = host_events.signalled(registration, number, announced)
         if host.report is not None:

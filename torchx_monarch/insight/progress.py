@@ -106,12 +106,12 @@ class Reporter:
     def ranks_started(self, text: str, hosts: Sequence[object], **fields: object) -> None:
         """Report that the ranks of an attempt have started, the end of a phase, with details of their hosts."""
         self._attempt = time.time_ns()
-        self._detail("ranks", hosts=hosts)
+        self._append(events.append_details, self._attempt, "ranks", hosts=hosts)
         self.phase("ranks", text, details=self._attempt, **fields)
 
     def ranks_ended(self, text: str, exits: Sequence[object], **fields: object) -> None:
         """Report that the ranks of the last attempt have ended, for programs, with details of their exits."""
-        self._detail("attempt_end", exits=exits)
+        self._append(events.append_details, self._attempt, "attempt_end", exits=exits)
         self.record("attempt_end", text, details=self._attempt, **fields)
 
     def restarted(self, text: str, **fields: object) -> None:
@@ -157,17 +157,13 @@ class Reporter:
         """Write a line to the log as it is."""
         self._console.write(self, f"[monarch] {text}\n".encode())
 
-    def _detail(self, kind: str, **fields: object) -> None:
-        if self._events_path and self._events_writer is not None:
-            more = {"role": self._role, **fields}
-            append = functools.partial(events.append_details, self._events_path, self._attempt, kind, **more)
-            self._events_writer.call(append)
-
     def _event(self, kind: str, text: str, seconds: float | None, fields: dict[str, object]) -> None:
+        self._append(events.append, kind, one_line(text), seconds=seconds, **{"time": time.time(), **fields})
+
+    def _append(self, append: Callable[..., object], *args: object, **fields: object) -> None:
         if self._events_path and self._events_writer is not None:
-            more = {"time": time.time(), "role": self._role, **fields}
-            append = functools.partial(events.append, self._events_path, kind, one_line(text), seconds=seconds, **more)
-            self._events_writer.call(append)
+            fields = {"role": self._role, **fields}
+            self._events_writer.call(functools.partial(append, self._events_path, *args, **fields))
 
 
 def write_result(result: HostResult, environ: Mapping[str, str], reporter: Reporter) -> None:

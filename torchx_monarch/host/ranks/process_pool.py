@@ -128,7 +128,7 @@ class ProcessPool:
         ranks = [own_rank for own_rank in self.ranks if rank in (None, own_rank.rank)]
         taken = await self._stacks.take(ranks, _STACKS_TIMEOUT)
         if save_as and ranks and ranks[0].directory is not None:
-            await self._stacks.add(ranks[0].directory.parent, taken, save_as)
+            self._stacks.add(ranks[0].directory.parent, taken, save_as)
         return taken
 
     async def profile(self, ranks: Collection[int], seconds: float, idle: bool) -> list[RankProfile]:

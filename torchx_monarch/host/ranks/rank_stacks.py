@@ -75,20 +75,20 @@ class RankStacks:
         """
 
         async def write() -> None:
-            await self.add(folder, await self.take(ranks, _STOP_TIMEOUT), f"before {signal.Signals(number).name}")
+            self.add(folder, await self.take(ranks, _STOP_TIMEOUT), f"before {signal.Signals(number).name}")
 
         if self._writing is None or self._writing.done():
             self._writing = asyncio.ensure_future(write())
         # Not cancelled with a caller: another one may wait for it.
         await asyncio.wait([self._writing], timeout=2 * _STOP_TIMEOUT)
 
-    async def add(self, folder: Path, stacks: Sequence[ProcessStacks], title: str) -> None:
+    def add(self, folder: Path, stacks: Sequence[ProcessStacks], title: str) -> None:
         """Write stacks, if there are any, into the folder of an attempt; the title says when they were taken."""
         lines, now = render(stacks), time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
         if not lines:
             return
         text = "\n".join([f"{self._host}, {one_line(title)}, {now} UTC:", *lines, "", ""])
-        await self._disk.run(_append, folder / NAME, text.encode(errors="backslashreplace"))
+        self._disk.call(_append, folder / NAME, text.encode(errors="backslashreplace"))
 
 
 def _append(path: Path, text: bytes) -> None:
