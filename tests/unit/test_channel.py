@@ -22,9 +22,12 @@ from torchx_monarch.controller.host_messages import ReadOutput, Request, encode_
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
+from torchx_monarch.controller.roles import RoleClient, RoleServer
+from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.system.console import Console
 from torchx_monarch.transport import credentials, messages
 from torchx_monarch.transport.channel import Channel
 from torchx_monarch.transport.connections import Address, Identity
@@ -103,13 +106,18 @@ class Job:
         self.rendezvous.members.on_answer = lambda replica, message: self.answered.append(message)
 
     @contextlib.asynccontextmanager
-    async def joined(self) -> AsyncIterator[RendezvousClient]:
+    async def started(self) -> AsyncIterator[None]:
         await self.rendezvous.start()
         async with await self.proxy.start():
+            yield
+            await self.rendezvous.announce(JobResult(0, "the end"), WITHIN)
+
+    @contextlib.asynccontextmanager
+    async def joined(self) -> AsyncIterator[RendezvousClient]:
+        async with self.started():
             host = await RendezvousClient.join(self.network, HOST, WITHIN)
             self.rendezvous.members.form(self.rendezvous.members.able)
             yield host
-            await self.rendezvous.announce(JobResult(0, "the end"), WITHIN)
 
     async def handle(self, request: Request[Any]) -> Any:
         assert isinstance(request, ReadOutput)
@@ -168,10 +176,10 @@ def test_none_but_the_same_host_process_goes_on(tmp_path: Path) -> None:
             job.proxy.cut()
             await until_async(lambda: job.said, "the break")
             direct = HostNetwork(job.rendezvous.network.rendezvous, SPEC, identity=job.network.identity)
-            resume: messages.Message = {"type": "resume", "replica": 1, "token": job.token, "received": 0}
-            for wrong in ({"token": "0" * 32}, {"token": "é"}, {"replica": 0}, {"replica": 7}):
+            resume: messages.Message = {"type": "resume", "token": job.token, "received": 0}
+            for wrong in ({"token": "0" * 32}, {"token": ""}):
                 answer = await greeted(direct, {**resume, **wrong})
-                assert answer["type"] == "refused" and "has not registered with it" in answer["reason"]
+                assert answer["type"] == "refused" and "it has not registered there" in answer["reason"]
             for received in (1, -1, None):
                 assert (await greeted(direct, {**resume, "received": received}))["type"] == "refused"
             client = as_client(job, tmp_path)
@@ -248,5 +256,25 @@ def test_a_message_of_the_last_connection_that_comes_beside_the_next_one_is_not_
             assert await receiving == {"number": number}
         assert await channel.receive() == {"number": 3}
         channel.close()
+
+    asyncio.run(main())
+
+
+def test_a_cut_between_the_first_hosts_of_two_roles_ends_neither(tmp_path: Path) -> None:
+    async def main() -> None:
+        job, reporter = Job(tmp_path), Reporter(Console(2), None, "b")
+        server = RoleServer(job.rendezvous, HostSpec("app", "a", peer_roles=1), reporter)
+        network = HostNetwork(job.network.rendezvous, HostSpec("app", "b"), identity=job.network.identity)
+        async with job.started():
+            client = RoleClient(Rendezvous(network), network, network.rendezvous, reporter)
+            await until_async(lambda: server._arrived, "the other role")
+            job.proxy.cut()
+            again = "replica 0 of role 'b': it has connected again"
+            await until_async(lambda: again in job.said or job.rendezvous.events.pending, "the next connection")
+            await client.end(JobResult(7, "boom"), WITHIN)
+            await until_async(lambda: job.rendezvous.events.pending, "the end of the other role")
+            (event,) = job.rendezvous.events.pending
+            assert event.result.code == 7 and "b/0 failed: boom" in event.result.reason
+            client._connection.cancel()
 
     asyncio.run(main())

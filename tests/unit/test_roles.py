@@ -66,7 +66,11 @@ ENDED = {"type": "ended", "code": 7, "reason": "b/1 failed: boom", "stopped": Fa
         ([{**GREETING, "role": 7}], "role is 7, not str", None),
         ([{"type": "register-role"}], "lacks 'role'", None),
         ([GREETING], "registered", None),  # it has succeeded immediately
-        ([GREETING, READY], "registered", (1, "replica 0 of role 'b' was lost; all roles end with it")),
+        (
+            [GREETING, READY],
+            "registered",
+            (1, "replica 0 of role 'b' was lost: its connection broke; all roles end with it"),
+        ),
         ([GREETING, READY, ENDED], "registered", (7, "b/1 failed: boom")),
         ([GREETING, READY, {**ENDED, "code": 0}], "registered", None),
         ([GREETING, READY, {**ENDED, "code": "x"}], "registered", (1, "replica 0 of role 'b' sent an invalid message")),

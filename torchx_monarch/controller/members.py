@@ -96,8 +96,6 @@ class Members:
         member.state = state
         self._count(member, 1)
         if state is MemberState.LOST:
-            if member.channel is not None and member.channel.is_broken:
-                member.channel.close()
             member.channel = None
             self.on_lost(member.host.replica)
 

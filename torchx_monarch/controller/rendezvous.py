@@ -23,12 +23,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hmac
 import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 from torchx_monarch.controller.host_events import (
     HostEvents,
@@ -110,9 +109,8 @@ Serve = Callable[[Peer], Awaitable[None]]
 
 @dataclasses.dataclass(frozen=True)
 class _Resumption:
-    """A host's request to go on over another connection; ``received`` is the number of messages it has received."""
+    """A peer's request to go on over another connection; ``received`` is the number of messages it has received."""
 
-    replica: int
     token: str
     received: int
 
@@ -142,9 +140,8 @@ class Rendezvous:
         self._min_hosts = self._replicas if min_hosts is None else min_hosts
         self._spares = network.options.spares
         self._say = say
-        self._leases = Leases(
-            network.options.lease, lambda: [member.channel for member in self.members.connected if member.channel]
-        )
+        self._channels: dict[str, Channel] = {}  # by their tokens
+        self._leases = Leases(network.options.lease, lambda: [*self._channels.values()])
         self._puts_off = False
         self._result: JobResult | None = None
         self._listener: Listener | None = None
@@ -246,32 +243,49 @@ class Rendezvous:
             await messages.send(writer, refusal)
             return
         # No await between ``_admit`` and this: another connection may greet with the same replica.
-        network, own = self.network, self.members.registered(0)
-        say = lambda text: self._say(f"{host.name}: {text}")  # noqa: E731
-        channel = Channel(reader, writer, network.options, network.rendezvous.networked, say=say)
-        greeted = {"type": "registered", "name": own.name if own else "replica 0", "token": channel.token}
-        writer.write(messages.encode(greeted))
-        member = self.register(host, channel)
-        if self._listener is not None:
-            self._listener.mark_authenticated()
-        if self._result is not None:
-            await member.send_result(self._result)
+        own = self.members.registered(0)
+        with self.channel(reader, writer, host.name, name=own.name if own else "replica 0") as channel:
+            member = self.register(host, channel)
+            if self._listener is not None:
+                self._listener.mark_authenticated()
+            if self._result is not None:
+                await member.send_result(self._result)
+            try:
+                await self._follow(member, channel)
+            except messages.ProtocolError as error:
+                channel.close(f"was lost: {error}")
+            self._leave(member, self._loss(member, channel))
+
+    @contextlib.contextmanager
+    def channel(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, **answer: object
+    ) -> Iterator[Channel]:
+        """Answer a process that registers. Within the context its channel may go on over other connections."""
+        network = self.network
+        channel = Channel(
+            reader,
+            writer,
+            network.options,
+            network.rendezvous.networked,
+            say=lambda text: self._say(f"{peer}: {text}"),
+        )
+        self._channels[channel.token] = channel
+        writer.write(messages.encode({"type": "registered", "token": channel.token, **answer}))
         try:
-            await self._follow(member, channel)
-        except messages.ProtocolError as error:
-            channel.close(f"was lost: {error}")
-        self._leave(member, self._loss(member, channel))
+            yield channel
+        finally:
+            del self._channels[channel.token]
+            channel.close()
 
     async def _resume(self, peer: Peer) -> None:
-        """Have the channel to a registered host go on over another connection."""
+        """Have a channel go on over another connection."""
         try:
             resumption = decode(_Resumption, peer.greeting)
         except DecodeError as error:
             raise RendezvousError(str(error)) from None
-        member = self.members.get(resumption.replica)
-        channel = member.channel if member is not None and not peer.is_client else None
-        if channel is None or not hmac.compare_digest(resumption.token.encode(), channel.token.encode()):
-            raise RendezvousError(f"replica {resumption.replica} has not registered with it, or counts as lost")
+        channel = None if peer.is_client else self._channels.get(resumption.token)
+        if channel is None or channel.loss:
+            raise RendezvousError("it has not registered there, or counts as lost")
         await channel.resume(peer.reader, peer.writer, resumption.received)
 
     def _leave(self, member: Member, lost: HostLost) -> None:

@@ -85,6 +85,26 @@ async def handshake(
     raise RendezvousError(f"replica 0 was not reached in {timeout:g} s: {why}")
 
 
+async def open_channel(
+    network: HostNetwork,
+    address: Address,
+    greeting: messages.Message,
+    timeout: float,
+    on_failure: Callable[[ConnectError], None] = lambda error: None,
+) -> tuple[messages.Message, Channel]:
+    """Register with a replica 0 (see ``handshake``); return its answer and the channel to it."""
+    answer, reader, writer = await handshake(network, address, greeting, "registered", timeout, on_failure)
+
+    async def reopen(received: int) -> Reopened | None:
+        resume = {"type": "resume", "token": answer.get("token"), "received": received}
+        try:
+            return await handshake(network, address, resume, "resumed", math.inf)
+        except RendezvousError:
+            return None
+
+    return answer, Channel(reader, writer, network.options, address.networked, reopen)
+
+
 class RendezvousClient:
     """The channel of a host to replica 0, for every host but replica 0."""
 
@@ -93,7 +113,7 @@ class RendezvousClient:
         self.dismissed = False  # whether the result is for this host alone, and the job goes on without it
         self._channel = channel
         self._name = name
-        self._leases = Leases(lease, lambda: [channel])
+        self._leases = Leases(lease, lambda: [channel], sends=True)
 
     @classmethod
     async def join(
@@ -106,17 +126,7 @@ class RendezvousClient:
         """Connect to replica 0 and register (see ``handshake``)."""
         shortened = dataclasses.replace(host, error=host.error[: messages.MAX_ERROR])
         greeting = {"type": "register", "host": shortened}
-        joining = handshake(network, network.rendezvous, greeting, "registered", timeout, on_failure)
-        answer, reader, writer = await joining
-
-        async def reopen(received: int) -> Reopened | None:
-            resume = {"type": "resume", "replica": host.replica, "token": answer.get("token"), "received": received}
-            try:
-                return await handshake(network, network.rendezvous, resume, "resumed", math.inf)
-            except RendezvousError:
-                return None
-
-        channel = Channel(reader, writer, network.options, network.rendezvous.networked, reopen)
+        answer, channel = await open_channel(network, network.rendezvous, greeting, timeout, on_failure)
         return cls(channel, str(answer.get("name"))[:200], network.options.lease)
 
     async def report(self, report: SignalReceived) -> None:
@@ -130,7 +140,6 @@ class RendezvousClient:
             task = executing[number] = asyncio.ensure_future(self._answer(handler, number, message))
             task.add_done_callback(lambda _: executing.pop(number))
 
-        heartbeats = asyncio.ensure_future(self._send_heartbeats())
         self._leases.start()
         try:
             while message := await self._channel.receive():
@@ -151,7 +160,6 @@ class RendezvousClient:
         finally:
             for task in executing.values():  # replica 0 is lost, or does not need the answers
                 task.cancel()
-            heartbeats.cancel()
             self._leases.stop()
         return None
 
@@ -165,8 +173,3 @@ class RendezvousClient:
         except (ValueError, messages.ProtocolError) as error:
             data = messages.encode({**answer, "error": str(error)[:1000]})
         await self._channel.send_bytes(data)
-
-    async def _send_heartbeats(self) -> None:
-        while True:
-            await asyncio.sleep(self._leases.heartbeat)
-            self._channel.confirm(asks=True)

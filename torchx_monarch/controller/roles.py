@@ -24,13 +24,15 @@ from typing import Any
 from torchx_monarch.controller.host_events import Changes, StopRequested
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import LaterError, Peer, Rendezvous, RendezvousError
-from torchx_monarch.controller.rendezvous_client import PutOffError, handshake
+from torchx_monarch.controller.rendezvous_client import PutOffError, open_channel
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import messages
+from torchx_monarch.transport.channel import Channel
 from torchx_monarch.transport.connections import Address
+from torchx_monarch.transport.lease import Leases
 from torchx_monarch.transport.local_addresses import expand_address
 
 _TRY_FOR = 5.0
@@ -65,7 +67,8 @@ class RoleServer:
         self._options = options
         self._events = rendezvous.events
         self._reporter = reporter
-        self._links: dict[str, Peer] = {}  # the connections of the other roles
+        self._rendezvous = rendezvous
+        self._links: dict[str, Channel] = {}  # to the other roles
         self._arrived: set[str] = set()
         self._adopted = ""
         self._changes = Changes()
@@ -84,8 +87,9 @@ class RoleServer:
         message: messages.Message = {"type": "done"}
         if result.code:
             message = {"type": "restart", **_explained(result, self._options.role, self._adopted)}
-        for peer in list(self._links.values()):
-            await peer.send(message)
+        for channel in list(self._links.values()):
+            channel.finish()
+            await channel.send(message)
         await self._changes.until(lambda: not self._links, timeout if result.code else 0.0)
 
     async def _register(self, peer: Peer) -> None:
@@ -99,31 +103,32 @@ class RoleServer:
             self._fail(f"replica 0 of role {role!r} was started again")
         if self._ending:
             raise LaterError(f"the hosts of role {self._options.role!r} are ending, to begin again")
-        self._links[role] = peer
-        self._changes.notify()
-        try:
-            await peer.send({"type": "registered"})
-            await self._follow(role, peer)
-            # Returns at the end of the connection: replica 0 is the last host of its role to end.
-            await peer.reader.read(1)
-        finally:
-            del self._links[role]
+        with self._rendezvous.channel(peer.reader, peer.writer, f"replica 0 of role {role!r}") as channel:
+            self._links[role] = channel
             self._changes.notify()
+            try:
+                await self._follow(role, channel)
+                # Returns at the end of the channel: replica 0 is the last host of its role to end.
+                await channel.receive()
+            finally:
+                del self._links[role]
+                self._changes.notify()
 
-    async def _follow(self, role: str, peer: Peer) -> None:
+    async def _follow(self, role: str, channel: Channel) -> None:
         try:
-            if await peer.receive(_READY_TIMEOUT) is None:
+            if await asyncio.wait_for(channel.receive(), _READY_TIMEOUT) is None:
                 return  # the other role ended before it was ready
             self._arrived.add(role)
             self._changes.notify()
-            message = await peer.receive()
+            message = await channel.receive()
+            channel.finish()
             ended = None if message is None else decode(JobResult, message)
-        except TimeoutError:
+        except asyncio.TimeoutError:
             return self._fail(f"replica 0 of role {role!r} was not ready in {_READY_TIMEOUT:g} s")
         except (messages.ProtocolError, DecodeError) as error:
             return self._fail(f"replica 0 of role {role!r} sent an invalid message: {error}")
         if ended is None:
-            self._fail(f"replica 0 of role {role!r} was lost")
+            self._fail(f"replica 0 of role {role!r} {channel.loss}")
         elif ended.code:
             self._adopt(ended)
 
@@ -149,7 +154,7 @@ class RoleClient:
         self._why = "no answer yet"
         self._may_begin = asyncio.Event()
         self._registered = asyncio.Event()
-        self._writer: asyncio.StreamWriter | None = None
+        self._channel: Channel | None = None
         self._ended = False
         self._connection = asyncio.ensure_future(self._stay_registered())
 
@@ -164,8 +169,8 @@ class RoleClient:
         self._ended = True
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._registered.wait(), _REPORTED_WITHIN)
-        if self._writer is not None:
-            await messages.send(self._writer, {"type": "ended", **_explained(result, self._role)})
+        if self._channel is not None:
+            await self._channel.send({"type": "ended", **_explained(result, self._role)})
 
     def _not_registered(self, error: Exception) -> None:
         self._why = str(error)
@@ -177,30 +182,36 @@ class RoleClient:
         greeting = {"type": "register-role", "role": self._role}
         while True:
             try:
-                _, reader, self._writer = await handshake(
-                    self._network, self._server, greeting, "registered", _TRY_FOR, self._not_registered
-                )
+                _, channel = await open_channel(self._network, self._server, greeting, _TRY_FOR, self._not_registered)
                 break
             except RendezvousError:
                 await asyncio.sleep(_REGISTER_AGAIN)
+        self._channel = channel
         self._may_begin.set()
         self._registered.set()
+        leases = Leases(self._network.options.lease, lambda: [channel], sends=True)
+        leases.start()
         try:
-            await self._follow(reader, self._writer)
+            await self._follow(channel)
         finally:
-            self._writer.close()
-            self._writer = None
+            leases.stop()
+            channel.close()
+            self._channel = None
 
-    async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await messages.send(writer, {"type": "ready"})
+    async def _follow(self, channel: Channel) -> None:
+        await channel.send({"type": "ready"})
         ended = JobResult(1, f"replica 0 of the first role was lost; {_NOTE}")
         with contextlib.suppress(messages.ProtocolError, DecodeError):
-            message = await messages.receive(reader)
-            if message and message.get("type") == "done":
+            message = await channel.receive()
+            channel.confirm()
+            if message is None:
+                ended = JobResult(1, f"replica 0 of the first role {channel.loss}; {_NOTE}")
+            elif message.get("type") == "done":
                 if self._network.options.sidecar == "on":
                     self._events.post(StopRequested(0, JobResult(0, "the app has ended with its first role")))
                 return
-            ended = decode(JobResult, message or {})
+            else:
+                ended = decode(JobResult, message)
         if not self._ended:
             self._events.post(_failure(ended))
         await asyncio.Event().wait()  # keep the connection open: it shows that hosts of this role still exist

@@ -28,20 +28,18 @@ class Leases:
     Args:
         seconds: seconds of silence that a peer may have, counted while this process runs.
         peers: returns the channels to those that are not lost.
+        sends: whether this process sends heartbeats to them, which they answer.
     """
 
-    def __init__(self, seconds: float, peers: Callable[[], Sequence[Channel]]) -> None:
+    def __init__(self, seconds: float, peers: Callable[[], Sequence[Channel]], sends: bool = False) -> None:
         self.seconds = seconds
         self._peers = peers
+        self._sends = sends
+        self._sent_at = time.monotonic()
         self._tick = min(_TICK, seconds / 10)
         self._checked_at = time.monotonic()
         self._pause, self._pause_ended = 0.0, self._checked_at
         self._watching: asyncio.Task[None] | None = None
-
-    @property
-    def heartbeat(self) -> float:
-        """Return the number of seconds between two heartbeats."""
-        return self.seconds / _HEARTBEATS
 
     @property
     def own_pause(self) -> float:
@@ -55,7 +53,7 @@ class Leases:
 
     def start(self) -> None:
         """Start to watch the leases."""
-        self._checked_at = time.monotonic()
+        self._checked_at = self._sent_at = time.monotonic()
         self._watching = asyncio.ensure_future(self._watch())
 
     def stop(self) -> None:
@@ -74,6 +72,9 @@ class Leases:
                 peer.silence += passed
                 if peer.silence > self.seconds:
                     peer.lease_expired()
+                elif self._sends and now >= self._sent_at + self.seconds / _HEARTBEATS:
+                    peer.confirm(asks=True)
+                    self._sent_at = now
 
     def _measure_pause(self, now: float) -> None:
         late = now - self._checked_at - self._tick
