@@ -12,9 +12,7 @@ import contextlib
 import functools
 import math
 import os
-import re
 import time
-from collections import deque
 from collections.abc import Generator, Iterator
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -23,7 +21,7 @@ from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine
 from torchx_monarch.supervisor.log_files import CHUNK, INDEX, LOG, RECORD, STREAMS
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.line_output import LineOutput, LineReader
-from torchx_monarch.system.log_references import MARK, MAX_BYTES, LogReference, ReferredLogs
+from torchx_monarch.system.log_references import MARK, LogReference, ReferredLogs
 from torchx_monarch.system.processes import limit_hint
 
 _POLL = 0.05
@@ -40,9 +38,6 @@ _LATEST = 1e11
 
 _INSIDE = 1 << 48
 """A byte of what a reference names, in a position."""
-
-_RANK = re.compile(rb"\[[^\]]*?(\d{1,9})\]:")
-"""The beginning of a line with torchrun's prefix."""
 
 
 def lines(log_dir: str, query: LogQuery[Any], below: str | None = None, start: int = 0) -> Iterator[TimedLine]:
@@ -64,31 +59,32 @@ def lines(log_dir: str, query: LogQuery[Any], below: str | None = None, start: i
         contextlib.closing(LogText(log_dir, index, query, below)) as text,
     ):
         position = start or text.last_lines(query.tail)
-        found = position if since is None or start else None
+        found = 0 if since is None or start else None
         latest = math.inf if until is None else until.timestamp()
-        reader, positions = LineReader(), _Positions(position)
-        passes = begun = 0
+        reader, passes = LineReader(), 0
+        piece, before = _Piece(b"", position, 0, position), 0  # the last one, and how many bytes came before it
         while True:
             # Check for the end before reading, so that text that was written just before the end is read, too.
             last = not query.follow or (passes % _READS_PER_CHECK == 0 and query.has_ended())
             passes += 1
             index.refresh()
             if found is None and (found := index.offset_of(since)) is not None:
-                position = max(position, found)
+                piece = piece._replace(end=max(position, found))
             text.close()  # a log that is followed may be one of thousands
-            for piece in () if found is None else text.read(position, last):
-                position = piece.end
-                positions.add(piece)
+            for following in () if found is None else text.read(piece.end, last):
+                piece, before = following, before + len(piece.text)
+                if reader.position == before:  # it begins a line
+                    position = piece.start
                 for line in reader.feed(piece.text):
-                    if (when := index.time_of(positions.of(begun) % _INSIDE)) >= latest:
+                    if (when := index.time_of(position % _INSIDE)) >= latest:
                         return
-                    begun = reader.position
-                    yield TimedLine(when, line.decode(errors="replace"), positions.of(begun))
+                    position = piece.position(reader.position - before)
+                    yield TimedLine(when, line.decode(errors="replace"), position)
             if rest := reader.rest() if last else reader.pending_progress():
-                when = index.time_of(positions.of(begun) % _INSIDE)
-                begun = reader.position
-                if when < latest:
-                    yield TimedLine(when, rest.decode(errors="replace"), positions.of(begun))
+                if (when := index.time_of(position % _INSIDE)) >= latest:
+                    return
+                position = piece.position(reader.position - before)
+                yield TimedLine(when, rest.decode(errors="replace"), position)
             if last:
                 return
             time.sleep(_POLL)
@@ -108,24 +104,9 @@ class _Piece(NamedTuple):
     step: int
     end: int
 
-
-class _Positions:
-    """Find the positions of bytes of the text by how many bytes have been read before them."""
-
-    def __init__(self, start: int) -> None:
-        self._read = 0
-        self._pieces = deque([(0, _Piece(b"", start, 1, start))])
-
-    def add(self, piece: _Piece) -> None:
-        self._pieces.append((self._read, piece))
-        self._read += len(piece.text)
-
-    def of(self, before: int) -> int:
-        """Return the position; later calls must not ask for an earlier one."""
-        while len(self._pieces) > 1 and self._pieces[1][0] <= before:
-            self._pieces.popleft()
-        begin, piece = self._pieces[0]
-        return piece.end if before - begin == len(piece.text) else piece.start + (before - begin) * piece.step
+    def position(self, size: int) -> int:
+        """Return the position after its first bytes, so many; not before its start."""
+        return self.end if size == len(self.text) else self.start + max(0, size) * self.step
 
 
 class LogText:
@@ -174,7 +155,7 @@ class LogText:
                 while begin < len(data):
                     if is_line_start and data.startswith(MARK, begin):
                         end = data.find(b"\n", begin) + 1
-                        if not end and len(data) - begin < MAX_BYTES:
+                        if not end and (begin or len(data) < CHUNK):
                             break
                         if end and (reference := LogReference.parse(data[begin : end - 1])):
                             if not (yield from self._named(reference, offset + begin, offset + end, skipped, is_last)):
@@ -224,10 +205,8 @@ class LogText:
         return True
 
     def _is_left_out(self, named: LogReference) -> bool:
-        return self._query.stream not in ("", named.stream) or not self._is_of_ranks(named.rank)
-
-    def _is_of_ranks(self, rank: int) -> bool:
-        return not self._query.ranks or any(rank in ranks for ranks in self._query.ranks)
+        ranks = self._query.ranks
+        return self._query.stream not in ("", named.stream) or bool(ranks) and not any(named.rank in r for r in ranks)
 
     def last_lines(self, count: int) -> int:
         """Return a position at the start of a line that has at least ``count`` lines from it to the end.
@@ -266,7 +245,7 @@ class LogText:
                 return 0
             text = self._referred.read(reference.name, reference.offset, reference.size)
             return max(1, text.count(b"\n")) if text else 0
-        return not self._query.ranks or ((found := _RANK.match(line)) is not None and self._is_of_ranks(int(found[1])))
+        return 1
 
 
 class LogIndex:

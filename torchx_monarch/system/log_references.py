@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 from typing import NamedTuple
 
 from torchx_monarch.system import safe_files
@@ -19,9 +18,6 @@ from torchx_monarch.system.processes import limit_hint
 MARK = b"\x1e"
 """The first byte of a reference: a record separator."""
 
-MAX_BYTES = select.PIPE_BUF
-"""The maximum bytes of a reference: it is written to a pipe as a whole."""
-
 _MAX_FILES = 8
 """Logs of ranks that are open at the same time."""
 
@@ -29,7 +25,7 @@ PARTS = 4
 """Parts in which the log of a rank is kept under a limit. The older ones are named ``stdout.log.N`` and of equal size:
 part N begins at N times that."""
 
-_LINE = re.compile(rb"\x1e((?:run_\d+/)?attempt_\d+/(\d{1,9})/(stdout|stderr)) (\d{1,18}) (\d{1,9}) (.*)", re.DOTALL)
+_LINE = re.compile(rb"\x1e((?:run_\d+/)?attempt_\d+/(\d{1,9})/(stdout|stderr)) (\d{1,18}) (\d{1,7}) (.*)", re.DOTALL)
 
 
 class LogReference(NamedTuple):
@@ -56,7 +52,7 @@ class LogReference(NamedTuple):
         return self.name.split("/")[-1]
 
     def line(self) -> bytes:
-        """Return the line that stands for the piece; one longer than ``MAX_BYTES`` is not to be written."""
+        """Return the line that stands for the piece."""
         return MARK + f"{self.name} {self.offset} {self.size} ".encode() + self.prefix + b"\n"
 
     @classmethod

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torchx_monarch.host.ranks.run_output import RunOutputSink
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.console import Console, WriterThread
-from torchx_monarch.system.log_references import MAX_BYTES, PARTS, LogReference
+from torchx_monarch.system.log_references import PARTS, LogReference
 
 _MUCH = 10 * 10**9
 """Bytes of the logs of a host after which it says so."""
@@ -118,9 +118,9 @@ class RankLog:
 
     def _reference(self, start: int, size: int, prefix: bytes) -> bytes:
         """Return the line of a reference; empty if some of these bytes have been lost."""
-        line = LogReference(self._name, self._begin + start - self._lost, size, prefix).line()
-        is_whole = start >= self._lost_until and len(line) < MAX_BYTES and b"\n" not in prefix
-        return line if is_whole else b""
+        if start < self._lost_until:
+            return b""
+        return LogReference(self._name, self._begin + start - self._lost, size, prefix).line()
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
