@@ -383,9 +383,9 @@ def parse_options(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[Tor
 
     Return the options, the training script (or module, or program) and its arguments.
     """
-    # argparse must not see the arguments of the script: before Python 3.12 it rejects an ambiguous abbreviation even
-    # among them (``torchrun train.py --nproc 4``).
     words = _with_hyphens(arguments)
+    # argparse must not see the arguments of the script: before Python 3.12 it rejects an ambiguous abbreviation even
+    # among them (``torchrun train.py --rdzv 4``).
     for end in range(len(arguments) + 1):
         try:
             given, unknown = _parser().parse_known_args(words[:end])
@@ -404,9 +404,9 @@ def parse_options(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[Tor
 
 
 def _with_hyphens(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with ``-`` for each ``_`` in names of options, so that ``--nproc`` is short for one of them.
+    """Return the arguments with ``-`` for each ``_`` in names of options.
 
-    With both spellings of each option argparse calls it ambiguous.
+    By a parser that knows both spellings of each option, ``--nproc`` is called ambiguous.
     """
     words = list(arguments)
     for position in range(words.index("--") if "--" in words else len(words)):

@@ -51,20 +51,19 @@ class RankStarter:
         """
         if why := await asyncio.to_thread(self._run.why_no_python):
             raise LaunchError(f"cannot start the Python interpreter {why}")
-        # Unknown as yet, the zygote gets the environment of several ranks.
-        self.count = int(nproc) if nproc.isdigit() else 2
         run = self._run
-        if not nproc.isdigit():
-            self._run = run.without_leading()  # for another number of ranks they may be executed again
-        if self.count:
-            self._zygotes.fitting(self._run, self.count)
-        if not nproc.isdigit():
+        if nproc.isdigit():
+            self.count = int(nproc)
+        else:
+            # Meanwhile the zygote has the environment of several ranks, and executes nothing that may see their number.
+            self.count, self._run = 2, run.without_leading()
             order = {"op": "count", "device": nproc}
             self.count = int(await self._ask_torch(order, f"--nproc-per-node={nproc} cannot be resolved on this host"))
             if self.count < 1:
                 reason = f"--nproc-per-node={nproc} gives {self.count} ranks on this host; 1 or more are needed"
                 raise LaunchError(reason)
             self._run = run
+        if self.count:
             self._zygotes.fitting(run, self.count)
         return self.count
 
