@@ -89,14 +89,14 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exceptions of a traceback, from the one that has ended the program to the first."""
+def _chain(error: BaseException, with_hidden: bool = False) -> Iterator[BaseException]:
+    """Yield the exceptions of a traceback, the last one first, if wanted with those that ``from None`` hides."""
     link: BaseException | None = error
     seen: set[int] = set()
     while link is not None and id(link) not in seen:
         yield link
         seen.add(id(link))
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        link = link.__cause__ or (link.__context__ if with_hidden or not link.__suppress_context__ else None)
 
 
 def _reasons(error: BaseException) -> str:
@@ -144,7 +144,7 @@ def _joined(error: BaseException) -> bool | None:
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None:
         return None
-    for link in _chain(error):
+    for link in _chain(error, with_hidden=True):
         for frame, _ in traceback.walk_tb(link.__traceback__):
             if frame.f_globals is vars(c10d) and frame.f_code.co_name == "init_process_group":
                 hook = getattr(getattr(sys, "excepthook", None), "__qualname__", "")
