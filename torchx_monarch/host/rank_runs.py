@@ -45,7 +45,7 @@ from torchx_monarch.host.worker_loops import RankRelay
 from torchx_monarch.host.workload import Workload
 from torchx_monarch.model.env_names import BATCH_JOB, LOG_REFERENCES
 from torchx_monarch.model.run_request import RunRequest
-from torchx_monarch.system import safe_files
+from torchx_monarch.system import log_references, safe_files
 from torchx_monarch.system.run_dirs import remove_tree
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ class RankRuns(Workload):
     @functools.cached_property
     def _space(self) -> LogSpace:
         host = self._host
-        referred = host.log_dir if LOG_REFERENCES in host.environ else ""
+        referred = host.log_dir if host.environ.get(LOG_REFERENCES) == log_references.pipes(1, 2) else ""
         return LogSpace(host.reporter.line, host.options.log_limit, referred)
 
     @functools.cached_property

@@ -18,12 +18,13 @@ from torchx_monarch.backends.core.snapshot import ReplicaSnapshot
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.codec import Seconds
+from torchx_monarch.model.env_names import LOG_REFERENCES
 from torchx_monarch.model.host_result import HostResult, no_retry_reason
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_files
-from torchx_monarch.system import error_files, processes, safe_files
+from torchx_monarch.system import error_files, log_references, processes, safe_files
 from torchx_monarch.system.untrusted_text import one_line
 
 #: The maximum capacity of a pipe of an unprivileged process.
@@ -143,23 +144,28 @@ class Replica:
             "MONARCH_RESTART": str(self.record.restarts),
             "MONARCH_STOP_FILE": self._stop_file,
         }
+        pipes: dict[str, tuple[int, int]] = {}
         try:
+            for stream in (log_files.STDOUT, log_files.STDERR):
+                pipes[stream] = os.pipe()
+            (_, stdout), (_, stderr) = pipes.values()
+            env[LOG_REFERENCES] = log_references.pipes(stdout, stderr)
             process = processes.spawn(
-                self._request.args,
-                env,
-                self._request.cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                self._request.args, env, self._request.cwd, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
             )
         except (OSError, ValueError) as e:  # ValueError: a null byte in an argument
+            for end, _ in pipes.values():
+                os.close(end)
             self.final = True
             self._ended(EXIT_NOT_STARTED, f"replica {self.name} could not be started: {e}{processes.limit_hint(e)}")
             return False
+        finally:
+            for _, end in pipes.values():
+                os.close(end)
         self.record.pid, self.record.state = process.pid, State.RUNNING
-        for stream, pipe in (log_files.STDOUT, process.stdout), (log_files.STDERR, process.stderr):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
+        for stream, (end, _) in pipes.items():
+            os.set_blocking(end, False)
+            pipe = os.fdopen(end, "rb", 0)
             self._pipes[pipe] = stream
             self._selector.register(pipe, selectors.EVENT_READ, self)
         return True

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """References in the log of a replica to the output of its ranks, whose bytes are in the ranks' own files alone.
 
-Where the reader of a host's output knows them (MONARCH_LOG_REFERENCES), the host writes a line for each piece of a
-rank's output that it passes on: the file, the offset and length of the piece, and the prefix of its lines. So the log
-says what was passed on in which order, and each byte is kept once.
+Where the reader of a host's output knows them, the host writes a line for each piece of a rank's output that it passes
+on: the file, the offset and length of the piece, and the prefix of its lines. So the log says what was passed on in
+which order, and each byte is kept once. MONARCH_LOG_REFERENCES names the pipes of that reader: between them and the
+host, a command of the user's may read the output (``torchrun … | tee log``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from typing import NamedTuple
@@ -26,6 +28,13 @@ PARTS = 4
 part N begins at N times that."""
 
 _LINE = re.compile(rb"\x1e((?:run_\d+/)?attempt_\d+/(\d{1,9})/(stdout|stderr)) (\d{1,18}) (\d{1,7}) (.*)", re.DOTALL)
+
+
+def pipes(stdout: int, stderr: int) -> str:
+    """Return the value of MONARCH_LOG_REFERENCES for the reader of these two pipes; empty if one is closed."""
+    with contextlib.suppress(OSError):
+        return f"{os.fstat(stdout).st_ino},{os.fstat(stderr).st_ino}"
+    return ""
 
 
 class LogReference(NamedTuple):

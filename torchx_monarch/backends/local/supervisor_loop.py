@@ -37,7 +37,7 @@ from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.insight import events
 from torchx_monarch.insight.job_end import JobEnd
 from torchx_monarch.model import backoff, job_result
-from torchx_monarch.model.env_names import LOG_REFERENCES, RANK0_HOST
+from torchx_monarch.model.env_names import RANK0_HOST
 from torchx_monarch.model.role_spec import RetryPolicy, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.replica import Replica, stop
@@ -97,7 +97,6 @@ class SupervisorLoop:
                 **replica.env,
                 "MONARCH_RUN_DIR": self._request.run_dir,
                 "MONARCH_LOG_DIR": log_dir,
-                LOG_REFERENCES: "1",
                 processes.MARKER: self._request.job,
             }
             if not self._request.networked:
