@@ -143,7 +143,7 @@ class Job(JobHosts):
         return Attempts(self, self.gatherer, HangWatch(self))
 
     def result(self) -> JobResult:
-        controller = Controller(self.gatherer, self, self.attempts)
+        controller = Controller(self, self.gatherer, HangWatch(self))
         return asyncio.run(asyncio.wait_for(controller.run(), WITHIN))
 
 
@@ -167,7 +167,7 @@ def test_a_stop_request_while_ranks_are_stopped_is_not_lost() -> None:
     job = Job(FIXED, 1, LOST)
     job.while_stopping = lambda: job.post(STOP)
     assert job.result() is STOP.result
-    assert job.log == [[0, 1], signal.SIGTERM]
+    assert job.log == [[0, 1], signal.SIGTERM, signal.SIGINT]
 
 
 def test_a_stop_request_has_its_own_signal() -> None:

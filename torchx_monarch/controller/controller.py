@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.elastic import HostGatherer
+from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import (
     HostEvent,
     HostExcluded,
@@ -32,7 +32,6 @@ class Controller:
     """Run a job on the hosts of its role: the one consumer of ``HostEvents``.
 
     Args:
-        new_attempts: makes the attempts of a run.
         queue: the runs of a live allocation; None for a batch job, which has one run and ends with it.
     """
 
@@ -40,9 +39,9 @@ class Controller:
 
     def __init__(
         self,
-        gatherer: HostGatherer,
         hosts: JobHosts,
-        new_attempts: Callable[[], Attempts],
+        gatherer: HostGatherer,
+        hang_watch: HangWatch,
         queue: RunQueue | None = None,
     ) -> None:
         self._sizes = hosts.sizes
@@ -53,9 +52,8 @@ class Controller:
         self._gatherer = gatherer
         self._hosts = hosts
         self._members = hosts.members
-        self._may_have_ranks = False
-        self._new_attempts = new_attempts
-        self._attempts = new_attempts()
+        self._hang_watch = hang_watch
+        self._attempts = Attempts(hosts, gatherer, hang_watch)
         self._queue = queue
 
     async def run(self) -> JobResult:
@@ -77,7 +75,6 @@ class Controller:
 
     async def _execute_runs(self, hosts: list[Registration]) -> JobResult | HostEvent:
         """Execute runs, or continue the present one on other hosts, until the job ends, or an event ends an attempt."""
-        self._may_have_ranks = True
         if self._queue is None:
             # Hosts that outlived an earlier replica 0 have run attempts already.
             self._attempts.continue_after(max(hosts, key=lambda host: host.attempt))
@@ -85,7 +82,7 @@ class Controller:
         while True:
             run: Run | JobResult | HostEvent | None = self._queue.current
             if run is None:
-                self._attempts = self._new_attempts()
+                self._attempts = Attempts(self._hosts, self._gatherer, self._hang_watch)
                 run = await self._events.until_event(self._queue.next_run(), concerns_hosts)
             if isinstance(run, (JobResult, HostEvent)):
                 return run
@@ -139,14 +136,12 @@ class Controller:
         goes_on = changes_hosts and event.replica != 0 and (self._sizes.can_lose or self._replacements_left > 0)
         if not goes_on:
             self._rendezvous.put_off_restarted_hosts()
-        if self._may_have_ranks and not isinstance(event, HostExcluded):
-            await self._attempts.stop(event.signal)
-            # One new mesh is the answer to all of these.
-            answered = (HostLost, HostJoined)
-            for other in self._events.take(lambda pending: isinstance(pending, answered) and pending.replica != 0):
-                if isinstance(other, HostLost):
-                    self._hosts.settle(other)
-        self._may_have_ranks = False
+        await self._attempts.stop(event.signal)
+        # One new mesh is the answer to all of these.
+        answered = (HostLost, HostJoined)
+        for other in self._events.take(lambda pending: isinstance(pending, answered) and pending.replica != 0):
+            if isinstance(other, HostLost):
+                self._hosts.settle(other)
         if not goes_on:
             return event.result
         if shortage := self._gatherer.why_too_few(are_replaced=self._replacements_left > 0):

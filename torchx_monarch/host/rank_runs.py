@@ -21,7 +21,6 @@ from torchx_monarch.command.allocation_spec import AllocationSpec, parse_script,
 from torchx_monarch.command.command import Command, CommandError, Program, check, parse
 from torchx_monarch.command.torchrun_options import DEFAULTS, unused_options
 from torchx_monarch.controller import host_messages
-from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
@@ -144,8 +143,7 @@ class RankRuns(Workload):
         rendezvous.clients.update(DebugSessions(debug_command, reporter.report, hang_watch.rest).clients)
         queue = self._new_queue(hosts)
         self._serve_clients(hosts, queue)
-        new_attempts = functools.partial(Attempts, hosts, gatherer, hang_watch)
-        return Controller(gatherer, hosts, new_attempts, queue)
+        return Controller(hosts, gatherer, hang_watch, queue)
 
     def _new_queue(self, hosts: JobHosts) -> RunQueue | None:
         """Return the queue of runs of a live allocation, on replica 0, and serve its clients."""
