@@ -13,6 +13,7 @@ from tests.local.disks import Disk, mounted
 from tests.local.hosts import Hosts
 from tests.local.live import Live
 from tests.waits import until
+from torchx_monarch.client.rank_queries import ask_samples
 from torchx_monarch.client.result import RunResult
 
 LEASE = 2.0
@@ -77,6 +78,7 @@ def test_no_host_of_a_batch_job_is_lost(folder: Path, script: Callable[[str], st
         (folder / "printed").unlink()
         with frozen(hosts, disk):  # while ranks end
             (folder / "go_1").touch()
+            assert [sample.rank for sample in ask_samples(hosts.client)[0]] == [0, 1]
         assert hosts.wait() == [0, 0]
         assert "restart 1 of 1 after: rank 1" in hosts.err(0)
         assert "does not answer" not in hosts.err(0) + hosts.err(1)

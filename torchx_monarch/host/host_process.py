@@ -188,7 +188,7 @@ class HostProcess:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-        sys.stderr = ThreadedStderr()
+        sys.stderr = ThreadedStderr(self._host.disk)
 
     def _handle_signals(self, more: str = "") -> None:
         """Have the stop signals, and ``--signals-to-handle``, stop the job; other SIGUSR1 and SIGUSR2 go to ranks."""

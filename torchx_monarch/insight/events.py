@@ -155,15 +155,11 @@ def checked(event: object) -> Event | None:
     )
     if not sound:
         return None
-    for name in _INTEGERS:
-        if name in event and type(event[name]) is not int:
-            del event[name]
-    for name in _TIMES:
-        if name in event and not _is_time(event[name]):
-            del event[name]
-    for name in _TEXTS:
-        if name in event and not isinstance(event[name], str):
-            del event[name]
+    wrong = [name for name in _INTEGERS if type(event.get(name, 0)) is not int]
+    wrong += [name for name in _TIMES if not _is_time(event.get(name, 0))]
+    wrong += [name for name in _TEXTS if not isinstance(event.get(name, ""), str)]
+    for name in wrong:
+        del event[name]
     return event
 
 

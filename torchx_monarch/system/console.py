@@ -111,10 +111,10 @@ class WriterThread:
 
 
 class ThreadedStderr(io.TextIOBase):
-    """A ``sys.stderr`` that is written in a thread of its own; what the interpreter itself prints is not."""
+    """A ``sys.stderr`` that is written in a thread; what the interpreter itself prints is not."""
 
-    def __init__(self) -> None:
-        self._writer = WriterThread()
+    def __init__(self, writer: WriterThread) -> None:
+        self._writer = writer
 
     def write(self, text: str) -> int:
         self._writer.write(2, text.encode(errors="backslashreplace"))
