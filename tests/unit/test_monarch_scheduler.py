@@ -129,13 +129,17 @@ def test_senseless_seconds_are_refused(runner: Runner, app: AppDef, name: str, v
         runner.dryrun(app, scheduler, cfg={name: value})
 
 
-def test_exit_codes_to_retry_on_are_read_at_submission(runner: Runner, app: AppDef) -> None:
-    cfg = runner.scheduler_run_opts("monarch_local").cfg_from_str("retry_on=1+SIGKILL,grace=7")
+def test_exit_codes_and_sizes_are_read_at_submission(runner: Runner, app: AppDef) -> None:
+    cfg = runner.scheduler_run_opts("monarch_local").cfg_from_str("retry_on=1+SIGKILL,grace=7,log_limit=1.5G")
     request = runner.dryrun(app, "monarch_local", cfg=cfg).request
-    assert '"--retry-on", "1,137"' in json.dumps(asdict(request))
+    words = json.dumps(asdict(request))
+    assert '"--retry-on", "1,137"' in words and f'"--log-limit", "{3 << 29}"' in words
     assert "--retry-on" not in str(runner.dryrun(app, "monarch_local"))
     with pytest.raises(InvalidRunConfigException, match="`retry_on` is 1.300: '300' is no exit code.*from 1 to 255"):
         runner.dryrun(app, "monarch_local", cfg={"retry_on": "1+300"})
+    for wrong in ("2g", "5", "-1G"):
+        with pytest.raises(InvalidRunConfigException, match=f"`log_limit` is {wrong}: .*M"):
+            runner.dryrun(app, "monarch_local", cfg={"log_limit": wrong})
 
 
 def test_the_seed_of_a_program_draws_no_ports(runner: Runner) -> None:

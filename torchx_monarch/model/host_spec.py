@@ -51,7 +51,7 @@ def parse_size(text: str) -> int:
 def parse_log_limit(text: str) -> int:
     """Read a size of at least 1M."""
     if (size := parse_size(text)) < 1 << 20:
-        raise ValueError("it is less than 1M")
+        raise ValueError("it is less than 1M: use a size such as 500M or 2G")
     return size
 
 
