@@ -26,7 +26,7 @@ from torchx_monarch.transport import credentials
 from torchx_monarch.transport.address import Address
 from torchx_monarch.transport.credentials import ClientCredentials
 
-_OPTIONS = ("--grace", "5", "--preload", "", "--peer-timeout", "1")
+_OPTIONS = ("--grace", "5", "--preload", "", "--lease", "6")
 
 _PROGRAM = ["--nproc-per-node", "1", "--tee", "3", "--no-python", "sh", "-c"]
 

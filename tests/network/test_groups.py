@@ -23,7 +23,7 @@ pytestmark = [requires_namespaces, pytest.mark.nightly("twenty losses take minut
 _MACHINES = {"group0": [0], "group1": [0, 1], "group2": [1, 0]}
 """Where the hosts of each group are. The lighthouse is on machine 0."""
 
-_OPTIONS = ("--grace", "5", "--preload", "", "--replacements", "1", "--rejoin-timeout", "60", "--peer-timeout", "5")
+_OPTIONS = ("--grace", "5", "--preload", "", "--replacements", "1", "--rejoin-timeout", "60")
 
 
 class _Job(Job):

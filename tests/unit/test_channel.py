@@ -32,7 +32,7 @@ from torchx_monarch.transport import credentials, messages
 from torchx_monarch.transport.channel import Channel
 from torchx_monarch.transport.connections import Address, Identity
 
-SPEC = HostSpec(replicas=2, lease=60.0, peer_timeout=5.0)
+SPEC = HostSpec(replicas=2, lease=60.0)
 HOST = Registration(1, "node1", 7)
 
 

@@ -60,7 +60,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 async def join(address: Address, identity: Identity | None, timeout: float = 5.0) -> RendezvousClient:
     """As a host that gives up for good after a third of a second."""
-    network = HostNetwork(address, HostSpec(peer_timeout=0.2), identity=identity)
+    network = HostNetwork(address, HostSpec(lease=1.2), identity=identity)
     return await RendezvousClient.join(network, Registration(1, "h", 1), timeout)
 
 

@@ -177,7 +177,7 @@ def test_every_reason_why_there_is_no_connection_is_explained(error: BaseExcepti
 
 
 def test_every_option_of_the_network_is_explained() -> None:
-    for option in ("--bind", "--advertise", "--ports", "--peer-timeout", "--rejoin-timeout"):
+    for option in ("--bind", "--advertise", "--ports", "--rejoin-timeout"):
         HostSpec.from_argv([option, "1", "--", "python", "x"])
         assert f"`{option} " in SETUP
 

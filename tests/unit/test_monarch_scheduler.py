@@ -119,14 +119,11 @@ def test_what_torchx_cannot_pack_is_named(runner: Runner, app: AppDef, tmp_path:
     [
         ("grace", 3_000_000, "0 to 2000000"),
         ("host_timeout", 0, "1 to 1000000000"),
-        ("peer_timeout", 0, "1 to 80000"),
-        ("peer_timeout", 100_000, "1 to 80000"),
     ],
 )
 def test_senseless_seconds_are_refused(runner: Runner, app: AppDef, name: str, value: int, allowed: str) -> None:
-    scheduler = "monarch_slurm" if name == "peer_timeout" else "monarch_local"
     with pytest.raises(InvalidRunConfigException, match=f"`{name}` is {value}; it is a number of seconds, {allowed}"):
-        runner.dryrun(app, scheduler, cfg={name: value})
+        runner.dryrun(app, "monarch_local", cfg={name: value})
 
 
 def test_exit_codes_and_sizes_are_read_at_submission(runner: Runner, app: AppDef) -> None:

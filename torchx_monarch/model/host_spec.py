@@ -27,8 +27,7 @@ _MAX_GRACE = 2e6
 """Seconds of grace at most, 23 days: a process that waits for its end and for output uses epoll, which counts
 milliseconds in 32 bits, as does a socket's timeout while Docker stops a container."""
 
-_MAX_PEER_TIMEOUT = 80_000.0
-"""Seconds of peer_timeout at most, 22 hours: TCP_KEEPIDLE, which is two fifths of it, is at most 32,767."""
+_MAX_PEER_TIMEOUT = 5.0
 
 
 def parse_ports(text: str) -> tuple[int, int]:
@@ -194,7 +193,6 @@ class HostSpec:
     ports: tuple[int, int] | None = _flag(None, parse=parse_ports, show=lambda ports: "-".join(map(str, ports)))
     bind: str = _flag("")
     advertise: str = _flag("")
-    peer_timeout: float = _seconds(5.0, 1, highest=_MAX_PEER_TIMEOUT)
     rejoin_timeout: float = _seconds(60.0, 0)
     command: tuple[str, ...] = ()
 
@@ -202,6 +200,11 @@ class HostSpec:
     def world(self) -> int:
         """The number of replicas without the spare ones."""
         return self.replicas - self.spares
+
+    @property
+    def peer_timeout(self) -> float:
+        """The seconds without an answer from a machine after which a connection is given up, and another one opened."""
+        return min(_MAX_PEER_TIMEOUT, self.lease / 6)
 
     @property
     def forks_ranks(self) -> bool:

@@ -154,7 +154,7 @@ class Channel:
         else:
             number = getattr(error, "errno", None) or 0
             why = os.strerror(number) if number else str(error)
-            silent = f" for {self._peer_timeout:g} s (peer_timeout)" if number in _SILENT else ""
+            silent = f" (no answer for {self._peer_timeout:g} s)" if number in _SILENT else ""
             self.broken_by = f"the network broke its connection: {why}{silent}"
             self._say(f"{self.broken_by}; it is lost unless it connects again within {self._lease:g} s (lease)")
         if self._reopen is not None:

@@ -170,7 +170,7 @@ def watch_peer(writer: asyncio.StreamWriter, seconds: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2 * interval)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1000, round(seconds * 1000)))
 
 
 class Listener:

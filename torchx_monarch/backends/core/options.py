@@ -105,9 +105,6 @@ class NetworkOpts(MonarchOpts):
     bind: str = ""
     """Address or interface on which hosts listen; empty for all."""
 
-    peer_timeout: int = 5
-    """Seconds without network traffic from a machine after which its connection is replaced, until `lease` ends."""
-
     rejoin_timeout: int = 60
     """Seconds for which a host that has lost replica 0 tries to reach its replacement."""
 
