@@ -60,7 +60,8 @@ def _row(package: _Package, found: Finding, environment: Path) -> str:
         return f"| `{package.name}` | not examined: {package.absent or found.error} | |"
     shared = "yes"
     if found.unshared:
-        shared = f"no: {re.sub(rf'{environment}/lib/[^/]+/site-packages/', '', found.unshared)}"
+        why = re.sub(rf"{environment}/lib/[^/]+/site-packages/", "", found.unshared)
+        shared = f"no: {re.sub('/proc/[0-9]+/', '/proc/PID/', why)}"
     elif found.wrong:
         shared = f"wrongly: all ranks have one {', '.join(f'`{path}`' for path in found.wrong)}"
     return f"| `{package.name}` | {shared} | {found.seconds:.1f} |".replace(" 0.0 |", " |")

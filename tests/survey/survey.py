@@ -43,6 +43,7 @@ CONFIGURATION = {
 
 ACCEPTED = {
     r"\._pid$": "fsspec compares it with the id of the process",
+    r"\._lastpid$": "multiprocessing compares it with the id of the process",
     r"\._rng_pid$": "tempfile compares it with the id of the process",
     r"^filelock\..*\.process_identity": "filelock compares it with the id of the process",
     r"^joblib\._multiprocessing_helpers\.name$": "the name of a semaphore that is closed at once",
