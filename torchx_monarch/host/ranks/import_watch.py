@@ -201,9 +201,9 @@ class ImportWatch:
     def _see_open(self, original: Any, *args: Any, **options: Any) -> Any:
         given = {**dict(zip(("file", "how"), args, strict=False)), **options}
         file, how = given.get("file", given.get("path")), given.get("how", given.get("flags", given.get("mode", "r")))
-        if not isinstance(file, int):
-            path, place = _absolute(file), _callers()[0][0][1]
-            self.places[path] = place
+        path = "" if isinstance(file, int) else _absolute(file)
+        if path and not (path.endswith(".py") and path.startswith(self._installed)):  # the source of a module
+            self.places[path] = place = _callers()[0][0][1]
             if _OF_A_PROCESS.match(path):
                 self.stop(f"{place} opens {path}")
             if "a" in how if isinstance(how, str) else how & os.O_APPEND:
@@ -220,7 +220,7 @@ class ImportWatch:
         return original(path, **options)
 
     def _stamp(self, kind: str, path: str) -> None:
-        is_installed = path.startswith(self._installed) and (kind != "content" or path.endswith(".py"))
+        is_installed = kind != "content" and path.startswith(self._installed)
         is_ignored = is_installed or path == self._program or path.startswith(("/proc/", "/sys/", "/dev/"))
         if not is_ignored and (kind, path) not in self._stamps:
             self._stamps[kind, path] = _stamp(kind, path)
@@ -315,16 +315,19 @@ class ImportWatch:
 
     def _kept_process_id(self) -> str:
         text = re.compile(rf"(?<![\w.]){os.getpid()}(?![\w.])")
-        for asked, asking, callers in self._process_ids:
-            for names, path, value in self._reachable(callers):
-                if value is asked:
-                    if any(_compares(module, path) for module in asking):
-                        continue  # it notices that it is in another process
-                    if len(path) > 1:
-                        return f"{callers[0][1]} asks for the process id, which {_named(names, path)} keeps"
-                    self._kept.append((names, path[0], value, lambda _: os.getpid()))
-                elif type(value) is str and text.search(value):
-                    return f"{callers[0][1]} asks for the process id, which {_named(names, path)} has"
+        asked = {id(value): (asking, callers[0][1]) for value, asking, callers in self._process_ids}
+        everybody = [caller for _, _, callers in self._process_ids for caller in callers]
+        places = {module: place for module, place, _ in everybody}
+        for names, path, value in self._reachable(everybody):
+            if id(value) in asked:
+                asking, place = asked[id(value)]
+                if any(_compares(module, path) for module in asking):
+                    continue  # it notices that it is in another process
+                if len(path) > 1:
+                    return f"{place} asks for the process id, which {_named(names, path)} keeps"
+                self._kept.append((names, path[0], value, lambda _: os.getpid()))
+            elif type(value) is str and text.search(value) and places:
+                return f"{places.get(names['__name__'], 'it')} asks for the process id, which {_named(names, path)} has"
         self._process_ids.clear()
         return ""
 
@@ -371,7 +374,8 @@ def _globals(modules: Collection[str]) -> list[dict[str, Any]]:
 
 
 def _absolute(path: Any) -> str:
-    return os.path.join(os.getcwd(), os.fsdecode(path))
+    text = os.fsdecode(path)
+    return text if text.startswith(os.sep) else os.path.join(os.getcwd(), text)
 
 
 def _stamp(kind: str, path: str) -> object:
