@@ -78,5 +78,6 @@ class RunRequest:
 
     def shown_as(self, default_command: tuple[str, ...]) -> RunRequest:
         """Return a copy with ``shown`` set, where ``default_command`` is the allocation's own command."""
-        text = shlex.join(self.command or self.program or default_command)
+        words = self.command or self.program or default_command
+        text = f"function {words[-1]}" if self.function else shlex.join(words)
         return dataclasses.replace(self, shown=text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…")
