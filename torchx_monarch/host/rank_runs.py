@@ -246,7 +246,11 @@ class RankRuns(Workload):
     @functools.cached_property
     def _space(self) -> LogSpace:
         host = self._host
-        referred = host.log_dir if host.environ.get(LOG_REFERENCES) == log_references.pipes(1, 2) else ""
+        referred = (
+            host.log_dir
+            if host.environ.get(LOG_REFERENCES) == log_references.pipes(host.stdout.fd, host.stderr.fd)
+            else ""
+        )
         return LogSpace(host.reporter.line, host.options.log_limit, referred)
 
     @functools.cached_property

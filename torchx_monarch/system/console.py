@@ -124,6 +124,9 @@ class ThreadedStderr(io.TextIOBase):
 class Console:
     """The host's stdout or stderr, shared by the host and all of its ranks.
 
+    Attributes:
+        fd: its descriptor.
+
     Args:
         same: the other of the two consoles; None for the first. They share the thread, so that lines are written in
             their order; and the state of unfinished lines, if both are the same file or terminal.
@@ -131,20 +134,20 @@ class Console:
 
     def __init__(self, fd: int, same: Console | None = None) -> None:
         self.writer: WriterThread = same.writer if same is not None else WriterThread()
-        self._fd = fd
+        self.fd = fd
         self._lines = LineOutput()
-        if same is not None and os.path.samestat(os.fstat(fd), os.fstat(same._fd)):
+        if same is not None and os.path.samestat(os.fstat(fd), os.fstat(same.fd)):
             self._lines = same._lines
 
     def write(self, writer: object, text: bytes, prefix: bytes = b"") -> None:
         """Write whole lines, or part of a line that continues later (see ``LineOutput.place``)."""
-        self.writer.write(self._fd, self._lines.place(writer, text, prefix))
+        self.writer.write(self.fd, self._lines.place(writer, text, prefix))
 
     def write_line(self, writer: object, line: Callable[[], bytes], size: int) -> None:
         """Write the line of ``size`` bytes at most that a function returns, after all earlier writes."""
         lead = self._lines.place(writer, b"\n")[:-1]
-        self.writer.call(lambda: write_all(self._fd, lead + line().removesuffix(b"\n") + b"\n"), size=size)
+        self.writer.call(lambda: write_all(self.fd, lead + line().removesuffix(b"\n") + b"\n"), size=size)
 
     def end(self, writer: object) -> None:
         """End the unfinished line of a writer that has ended."""
-        self.writer.write(self._fd, self._lines.end(writer))
+        self.writer.write(self.fd, self._lines.end(writer))
