@@ -28,11 +28,13 @@ _ROW = re.compile(r"^\| `([\w.-]+)` \| .*$", re.MULTILINE)
 
 
 class _Package(NamedTuple):
-    """A line of packages.txt: ``NAME==VERSION  # STATEMENT``, ``import NAME`` by default, or ``# NAME: why not``."""
+    """A line of packages.txt: ``NAME==VERSION  # STATEMENT``, where ``import NAME`` is the default.
+
+    ``# NAME: RESULT`` is one that an environment without CUDA lacks, and what has been found of it elsewhere."""
 
     name: str
     statement: str
-    absent: str
+    elsewhere: str
 
 
 def _packages() -> Iterator[_Package]:
@@ -56,8 +58,8 @@ def _environment(folder: Path) -> str:
 
 
 def _row(package: _Package, found: Finding, environment: Path) -> str:
-    if package.absent or found.error:
-        return f"| `{package.name}` | not examined: {package.absent or found.error} | |"
+    if package.elsewhere or found.error:
+        return f"| `{package.name}` | {package.elsewhere or f'not examined: {found.error}'} | |"
     shared = "yes"
     if found.unshared:
         why = re.sub(rf"{environment}/lib/[^/]+/site-packages/", "", found.unshared)
@@ -96,7 +98,7 @@ def main() -> int:
         for package in packages[names.index(args.first) if args.first else 0 :]:
             if args.only and package.name not in args.only:
                 continue
-            found = Finding() if package.absent else examine(python, package.statement)
+            found = Finding() if package.elsewhere else examine(python, package.statement)
             row = _row(package, found, args.environment.resolve())
             _write(package.name, row)
             print(row, flush=True)
