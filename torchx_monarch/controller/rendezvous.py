@@ -261,14 +261,8 @@ class Rendezvous:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, **answer: object
     ) -> Iterator[Channel]:
         """Answer a process that registers. Within the context its channel may go on over other connections."""
-        network = self.network
-        channel = Channel(
-            reader,
-            writer,
-            network.options,
-            network.rendezvous.networked,
-            say=lambda text: self._say(f"{peer}: {text}"),
-        )
+        options, networked = self.network.options, self.network.rendezvous.networked
+        channel = Channel(reader, writer, options, networked, say=lambda text: self._say(f"{peer}: {text}"))
         self._channels[channel.token] = channel
         writer.write(messages.encode({"type": "registered", "token": channel.token, **answer}))
         try:

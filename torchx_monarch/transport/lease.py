@@ -68,13 +68,14 @@ class Leases:
             self._measure_pause(now)
             # Messages that arrived during a pause of this process are read before the next check.
             passed, self._checked_at = min(now - self._checked_at, 2 * self._tick), now
+            is_due = self._sends and now >= self._sent_at + self.seconds / _HEARTBEATS
             for peer in self._peers():
                 peer.silence += passed
                 if peer.silence > self.seconds:
                     peer.lease_expired()
-                elif self._sends and now >= self._sent_at + self.seconds / _HEARTBEATS:
+                elif is_due:
                     peer.confirm(asks=True)
-                    self._sent_at = now
+            self._sent_at = now if is_due else self._sent_at
 
     def _measure_pause(self, now: float) -> None:
         late = now - self._checked_at - self._tick
