@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -11,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.waits import WITHIN
 from torchx_monarch.host.ranks import preloaded_modules
-from torchx_monarch.host.ranks.leading_statements import leading_statements
+from torchx_monarch.host.ranks.leading_statements import NOT_IN_TORCH, Leading, leading_statements
 from torchx_monarch.host.ranks.preloaded_modules import is_read_at_import
 
 TRACED = """
@@ -124,7 +127,10 @@ def test_rank_0_names_what_has_no_effect(program: str, said: list[str], run: Run
 
 ENDS = {
     "a call": "print(1)",
-    "a definition": "def f(): pass",
+    "a decorated function": "@f\ndef g(): pass",
+    "a default that calls": "def g(x=f()): pass",
+    "a class": "class C: pass",
+    "a call with another effect": "x = logging.basicConfig()",
     "a condition": "if True: pass",
     "an attempt": "try:\n    import late\nexcept ImportError: pass",
     "a name that is computed": "x = f()",
@@ -133,8 +139,7 @@ ENDS = {
     "a variable of another name": "environ['X'] = '1'",
     "a variable that torch reads when it is imported": "os.environ['PYTORCH_ALLOC_CONF'] = 'x'",
     "a default that is computed": "os.environ.setdefault('X', f())",
-    "the user's module": "import mine",
-    "a part of the user's package": "from package.part import x",
+    "the user's extension module": "import fast",
     "a relative import": "from . import x",
     "Monarch": "from monarch.actor import Actor",
 }
@@ -142,13 +147,93 @@ ENDS = {
 
 @pytest.mark.parametrize("what", ENDS)
 def test_the_first_statement_that_may_change_an_import_ends_them(what: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").touch()
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "fast.abi3.so").touch()
     (tmp_path / "prog.py").write_text(f"import sklearn\n{ENDS[what]}\nimport pandas")
     found = leading_statements("script", "prog.py", str(tmp_path), ())
-    assert found.statements == ((1, "import sklearn"),)
-    assert found.end.startswith("prog.py:2 ")
+    assert lines_of(found) == [("prog.py", 1, "import sklearn")]
+    assert found.end.startswith(("prog.py:2 ", "prog.py:3 @f"))
+
+
+def lines_of(found: Leading) -> list[tuple[str, int, str]]:
+    """Return the statements with the names of their files."""
+    return [(os.path.basename(path), line, text) for path, line, text in found.statements]
+
+
+OWN = {
+    "mine/__init__.py": "import os\nfrom mine.base import f\nos.environ['A'] = '1'\nlate = 1",
+    "mine/base.py": "from transformers import Trainer\ndef f(x: Trainer = None): ...",
+    "mine/data.py": "from . import base, late\nfrom .base import f\nimport datasets\nlog = logging.getLogger(__name__)",
+    "mine/late.py": "import never",
+    "mine/ends.py": "import scipy\nclass C: ...\nimport never",
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "target"),
+    [("script", "prog.py"), ("module", "mine.prog"), ("module", "prog")],
+    ids=["script", "part", "module"],
+)
+def test_the_users_own_modules_are_read_as_python_would_execute_them(mode: str, target: str, tmp_path: Path) -> None:
+    files = {**OWN, "prog.py": "import torch\nfrom mine import data\nimport peft\nimport mine.ends\nimport never"}
+    files["mine/prog.py"] = files["prog.py"]
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = leading_statements(mode, target, str(tmp_path), ("torch",))
+    package = [
+        ("__init__.py", 1, "import os"),
+        ("base.py", 1, "from transformers import Trainer"),
+        ("__init__.py", 3, "os.environ['A'] = '1'"),
+    ]
+    begins, first = [*package], [("prog.py", 1, "import torch")]
+    begins = package + first if target == "mine.prog" else first + package
+    assert lines_of(found) == [
+        *begins,
+        ("data.py", 3, "import datasets"),
+        ("prog.py", 3, "import peft"),
+        ("ends.py", 1, "import scipy"),
+    ]
+    assert found.end.startswith("mine/ends.py:2 class C:")
+
+
+_UNLISTED = """
+import json, pkgutil, sys, torch, torch.distributed
+loaded = [name for name in json.loads(sys.argv[1]) if name in sys.modules]
+packages = (torch, torch.distributed)
+names = [f"{package.__name__}.{part.name}" for package in packages for part in pkgutil.iter_modules(package.__path__)]
+print(json.dumps([loaded, [name for name in names if name not in sys.modules and "._" not in name]]))
+"""
+
+
+def test_what_torch_does_not_import_is_as_listed() -> None:
+    command = [sys.executable, "-c", _UNLISTED, json.dumps(NOT_IN_TORCH)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WITHIN)
+    loaded, others = json.loads(done.stdout)
+    assert loaded == [] and "torch.distributed.fsdp" in others
+
+
+@pytest.mark.nightly("a minute of processor time: each module of torch is imported; they change with torch alone")
+def test_other_modules_of_torch_import_little() -> None:
+    command = [sys.executable, "-c", _UNLISTED, "[]"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WITHIN)
+    for name in set(json.loads(done.stdout)[1]) - {*NOT_IN_TORCH}:
+        text = f"import sys, torch; before = len(sys.modules)\ntry:\n  import {name}\nexcept BaseException: sys.exit(0)"
+        run = [sys.executable, "-W", "ignore", "-c", f"{text}\nprint(len(sys.modules) - before)"]
+        said = subprocess.run(run, capture_output=True, text=True, timeout=WITHIN, check=False).stdout.split()
+        assert not said or int(said[-1]) < 200, name
+
+
+def test_modules_that_torch_does_not_import_are_worth_a_zygote(tmp_path: Path) -> None:
+    for text, leads in (
+        ("import torch\nimport torch.distributed.checkpoint as dcp", True),
+        ("from torch.distributed import fsdp, device_mesh", True),
+        ("from torch.distributed.fsdp import fully_shard", True),
+        ("import torch.nn as nn\nfrom torch.utils.data import DataLoader", False),
+        ("import torch.distributed as dist", False),
+    ):
+        (tmp_path / "prog.py").write_text(text)
+        found = leading_statements("script", "prog.py", str(tmp_path), ("torch",)).statements
+        assert bool(found) == leads, text
 
 
 def test_imports_and_constants_are_leading_up_to_the_last_import_of_interest(tmp_path: Path) -> None:
@@ -165,25 +250,15 @@ from transformers import (
 import torch.nn
 '''
     (tmp_path / "prog.py").write_text(text)
-    assert leading_statements("script", "prog.py", str(tmp_path), ("torch",)).statements == (
+    assert [lines[1:] for lines in lines_of(leading_statements("script", "prog.py", str(tmp_path), ("torch",)))] == [
         (3, "import os"),
         (3, "import torch as t"),
         (4, "os.environ['HF_HOME'] = '/a'"),
         (6, "os.environ.setdefault('B', 'c')"),
         (7, "from transformers import Trainer, pipeline as p"),
-    )
+    ]
     (tmp_path / "prog.py").write_text(text.replace("transformers", "torch"))
     assert leading_statements("script", "prog.py", str(tmp_path), ("torch",)).statements == ()
-
-
-def test_a_module_has_leading_statements_if_its_packages_are_empty(tmp_path: Path) -> None:
-    (tmp_path / "package").mkdir()
-    init = tmp_path / "package" / "__init__.py"
-    (tmp_path / "package" / "prog.py").write_text("import sklearn")
-    for text, found in (("", ((1, "import sklearn"),)), ("import mine", ())):
-        init.write_text(text)
-        assert leading_statements("module", "package.prog", str(tmp_path), ()).statements == found
-    assert leading_statements("module", "nosuch", str(tmp_path), ()).statements == ()
 
 
 @pytest.mark.parametrize(
@@ -193,4 +268,5 @@ def test_what_is_no_program_has_none(text: str, tmp_path: Path) -> None:
     (tmp_path / "prog.py").write_text(text)
     assert leading_statements("script", "prog.py", str(tmp_path), ()).statements == ()
     assert leading_statements("script", str(tmp_path), "/", ()).statements == ()
+    assert leading_statements("module", "nosuch", str(tmp_path), ()).statements == ()
     assert leading_statements("code", "import sklearn", "/", ()).statements == ()

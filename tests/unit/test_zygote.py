@@ -16,6 +16,7 @@ import pytest
 import torchx_monarch
 from tests.waits import WITHIN, until_async
 from torchx_monarch.command.command import parse
+from torchx_monarch.host.ranks.leading_statements import Statement
 from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.ranks.zygote import Zygote, ZygoteError, Zygotes
@@ -45,7 +46,7 @@ def test_a_zygote_ends_as_the_copy_that_goes_on_after_a_rejected_import() -> Non
         with started("json") as zygote:
             command = parse(["torchrun", "x.py"], {})
             assert command is not None
-            zygote.lead(RunSpec(command, {}, ["json"], leading=((3, "import nosuch"),)), 1)
+            zygote.lead(RunSpec(command, {}, ["json"], leading=(Statement("x.py", 3, "import nosuch"),)), 1)
             why = "x.py:3 import nosuch: ModuleNotFoundError: No module named 'nosuch'"
             assert (await zygote.imports())["unshared"] == why
             os.kill(int(Path(f"/proc/{zygote.pid}/task/{zygote.pid}/children").read_text()), signal.SIGKILL)

@@ -61,7 +61,7 @@ class LeadingImports:
         self.environ = dict(os.environ)
         self.output = (b"", b"")
         self.unshared = ""
-        self._statements: list[tuple[int, str]] = order["statements"]
+        self._statements: list[tuple[str, int, str]] = order["statements"]
         self._path = order["path"]
         self._has_path0 = bool(path0)
         self._installed = _InstalledModules(path0)
@@ -89,10 +89,10 @@ class LeadingImports:
         sys.modules["__main__"] = main
         why = ""
         with _Output() as output, self._watched() as problem:
-            for line, text in self._statements:
+            for path, line, text in self._statements:
                 is_import = text.startswith(("import ", "from "))
                 if not is_import or text.split()[1].partition(".")[0] in sys.stdlib_module_names:
-                    if why := self._execute(line, text, main):
+                    if why := self._execute(path, line, text, main):
                         break
                     continue
                 printed, imported = output.sizes(), set(sys.modules)
@@ -101,7 +101,7 @@ class LeadingImports:
                     output.truncate(printed)
                     break
                 resources = safety["Resources"](fork)
-                why = self._execute(line, text, main) or problem()
+                why = self._execute(path, line, text, main) or problem()
                 why = why or resources.what_is_new("it", self._watch.places) or generators.seeded_by("it")
                 why = why or self._watch.problem(sys.modules.keys() - imported)
                 if not why and output.sizes() != printed and not sys.modules.keys().isdisjoint(_RANK_ZERO):
@@ -114,19 +114,19 @@ class LeadingImports:
                 if not line:  # the program has no such statement
                     hide({name for name in sys.modules.keys() - imported if name not in sys.stdlib_module_names})
             if why and line:
-                self.unshared = f"{os.path.basename(self._path)}:{line} {text}: {why}"
+                self.unshared = f"{os.path.basename(path)}:{line} {text}: {why}"
             self.output = output.read()
         new = set(sys.modules) - before
         self._packages = {name.partition(".")[0] for name in new}
         self._files = self._installed.files_of(new)
         return [generators.stop(), _renew_rank_zero, self._watch.renew]
 
-    def _execute(self, line: int, text: str, main: types.ModuleType) -> str:
+    def _execute(self, path: str, line: int, text: str, main: types.ModuleType) -> str:
         """Execute a statement; return why it must not be shared, if that is found at once."""
         before = dict(vars(os.environ)["_data"])  # reading os.environ itself is watched
         try:
             with self._watch.watching():
-                exec(compile("\n" * (line - 1) + text, self._path, "exec", dont_inherit=True), vars(main))
+                exec(compile("\n" * (line - 1) + text, path, "exec", dont_inherit=True), vars(main))
         except self._must_not_be_shared as error:
             return str(error)
         except BaseException as error:

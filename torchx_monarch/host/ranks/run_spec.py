@@ -138,7 +138,7 @@ class RunSpec:
         """Return the value that two runs share if the zygote of one can start the ranks of the other, a number each."""
         environ, command = self.start_environ(count), self.zygote_command()
         read = {name: value for name, value in environ.items() if self._is_read_early(name)}
-        shared = ([text for _, text in self.leading], dict(self.added), self.cwd) if self.leading else ()
+        shared = ([statement.text for statement in self.leading], dict(self.added), self.cwd) if self.leading else ()
         return command, self.preload, shared, read, self.start_folder()
 
     def _is_read_early(self, name: str) -> bool:
