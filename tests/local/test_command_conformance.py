@@ -74,7 +74,7 @@ def test_a_command_sees_no_host(
         app_id = apps.run(role)
         assert apps.wait(app_id).state is AppState.SUCCEEDED, apps.log(app_id)
         text = path.read_text().replace(app_id, "APP").replace(str(path), "SHOWN")
-        for name in ("MONARCH_RUN_DIR", "MONARCH_JOB"):
+        for name in ("MONARCH_RUN_DIR", "MONARCH_JOB", "MONARCH_LOG_REFERENCES"):
             value = re.search(rf'"{name}": "([^"]+)"', text)
             assert value is not None
             text = text.replace(value[1], name)
