@@ -285,6 +285,13 @@ class Difference(Enum):
         "the report names the rank and its timer; the pipe is in the job's own folder, not in `/tmp`",
     )
 
+    KERNEL_TIMEOUT = (
+        "`TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT` with a rank that is in state D for so long",
+        "the job ends with code 0 when the rank is gone (torch 2.13)",
+        "the rank has failed, with its host and the file for which it waits; exit code 1, or a restart. Without the "
+        "variable the watch for hangs names it",
+        "a job whose rank was stuck has not succeeded",
+    )
     SHUTDOWN_TIMEOUT = (
         "`--shutdown-timeout` after a rank has failed",
         "not looked at: always 30 s",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.conformance.differences import Difference, differs
 from tests.local.hosts import NO_PRELOAD, Hosts, torchrun
 from tests.local.live import Live
 from tests.waits import until
@@ -90,6 +91,7 @@ def test_runs_that_hang_fail_with_the_rank_that_others_wait_for(live: Callable[.
     assert "while ranks hang" in stacks and "before SIGTERM" in stacks and "hang.py" in stacks
 
 
+@differs(Difference.KERNEL_TIMEOUT)
 def test_a_rank_that_waits_inside_the_kernel_ends_the_job_after_the_timeout_of_torchs_variable(
     folder: Path, script: Callable[[str], str]
 ) -> None:
