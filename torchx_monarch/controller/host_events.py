@@ -147,7 +147,8 @@ class HostEvents:
         """Do some work until an event is pending to which a condition applies.
 
         Return the outcome of the work, or the oldest event, which stays pending; the work has been cancelled then, and
-        has ended. It does not begin if an event is pending already.
+        has ended. It does not begin if an event is pending already: what it awaits is to be made in it, or Python warns
+        of a coroutine that was never awaited.
         """
         working = asyncio.ensure_future(work)
         working.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask for it

@@ -160,7 +160,11 @@ class RoleClient:
 
     async def begin(self, timeout: float) -> None:
         """Wait until the first role answers, or nothing listens there; at most ``timeout`` s, or until a host event."""
-        waiting = self._events.until_event(asyncio.wait_for(self._may_begin.wait(), timeout))
+
+        async def may_begin() -> None:
+            await asyncio.wait_for(self._may_begin.wait(), timeout)
+
+        waiting = self._events.until_event(may_begin())
         with contextlib.suppress(asyncio.TimeoutError):
             await self._reporter.while_waiting(waiting, lambda: f"the first role's replica 0 ({self._why})")
 
