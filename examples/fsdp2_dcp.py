@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Train a small transformer whose weights are sharded over the ranks (FSDP2), with sharded checkpoints (DCP)::
+
+    torchx run -s monarch_local --wait --log monarch.spmd --nproc 2 --max_restarts 1 examples/fsdp2_dcp.py --steps 30
+
+A restart, or the same command again, resumes after the last saved step, also with another number of ranks. On several
+hosts ``--folder`` must be on a shared disk. The ranks use NCCL if each has a GPU, else Gloo. The data is made up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+
+from torchx_monarch import progress
+
+BATCH, LENGTH, VOCABULARY = 8, 32, 64
+MAX_CHECKPOINTS = 2
+
+
+def build_model() -> nn.Sequential:
+    """Return a model of scores, of shape (batch * length, vocabulary), from tokens of shape (batch, length)."""
+    layers = (nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(2))
+    return nn.Sequential(nn.Embedding(VOCABULARY, 64), *layers, nn.Flatten(0, 1), nn.Linear(64, VOCABULARY))
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Save the shards of all ranks in a folder that is renamed once it is complete, so that a kill loses nothing."""
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder / f".step-{step}")
+    if dist.get_rank() == 0:  # every rank has written its shards when save() returns
+        (folder / f".step-{step}").replace(folder / f"step-{step}")
+        for old in saved_steps(folder)[:-MAX_CHECKPOINTS]:
+            shutil.rmtree(folder / f"step-{old}")
+
+
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load the last checkpoint; return its step, or 0 if there is none."""
+    last = [0]
+    if dist.get_rank() == 0:
+        last = [max(saved_steps(folder), default=0)]
+        for incomplete in folder.glob(".step-*"):
+            shutil.rmtree(incomplete)
+    dist.broadcast_object_list(last)
+    if last[0]:
+        weights, moments = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder / f"step-{last[0]}")
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    return last[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--save-every", type=int, default=10, help="steps between two checkpoints (default: 10)")
+    parser.add_argument("--folder", type=Path, default=Path("fsdp2-checkpoints"), help="folder of the checkpoints")
+    args = parser.parse_args()
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    torch.manual_seed(0)  # all ranks begin with the same weights
+    model = build_model().to(device)
+    for module in (model[1], model[2], model):
+        fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    checkpoint = load(args.folder, model, optimizer)
+    if dist.get_rank() == 0:
+        print(f"training on {device.type}, world size {mesh.size()}, after step {checkpoint}", flush=True)
+    for step in range(checkpoint + 1, args.steps + 1):
+        torch.manual_seed(step * mesh.size() + mesh.get_rank())  # each rank has data of its own in each step
+        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), device=device)
+        loss = cross_entropy(model(tokens), (5 * tokens.flatten() + 3) % VOCABULARY)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % args.save_every == 0 or step == args.steps:
+            save(args.folder, step, model, optimizer)
+            checkpoint = step
+            if dist.get_rank() == 0:
+                print(f"saved step {step} of {args.steps}, loss {loss.item():.4f}", flush=True)
+        progress(step, args.steps, checkpoint=checkpoint, loss=loss.item())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
