@@ -194,6 +194,10 @@ def test_commands_can_be_submitted(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     commands = {code for code in CODE[page] if code.startswith("torchx run -s ")}
+    commands |= set(re.findall(r"^ {4}(torchx run -s .*)$", (HOW_TO / page).read_text(), re.MULTILINE))
+    if page == "from_sbatch.md":
+        options = {code for code in CODE[page] if code.startswith("-cfg ")}
+        commands |= {f"torchx run -s monarch_slurm {words} monarch.spmd train.py" for words in options}
     assert commands
     for command in commands:
         words = shlex.split(command.removeprefix("torchx run "))
