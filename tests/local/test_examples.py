@@ -13,7 +13,7 @@ from torchx.specs import AppState
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-# In the first attempt rank 0 is killed at the end of its second save: weights are written, what describes them is not.
+# In the first attempt rank 0 is killed in its second save: weights are written, what makes them a checkpoint is not.
 KILLED_IN_A_SAVE = """
 from {module} import {owner}
 import os, runpy, signal, sys
@@ -28,24 +28,43 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
 
+NIGHTLY = pytest.mark.nightly("as long as the first, with a package that the tests do not install")
+
+
 @pytest.mark.parametrize(
-    ("example", "module", "owner", "finish", "saved"),
+    ("example", "package", "module", "owner", "finish", "saved"),
     [
-        ("fsdp2_dcp.py", "torch.distributed.checkpoint", "FileSystemWriter", "finish", "step"),
+        ("fsdp2_dcp.py", "torch", "torch.distributed.checkpoint", "FileSystemWriter", "finish", ["step-3", "step-4"]),
         pytest.param(
             "huggingface_trainer.py",
             "transformers",
+            "transformers",
             "TrainerState",
             "save_to_json",
-            "checkpoint",
-            marks=pytest.mark.nightly("as long as the first, with a package that the tests do not install"),
+            ["checkpoint-3", "checkpoint-4"],
+            marks=NIGHTLY,
+        ),
+        pytest.param(
+            "lightning_fit.py",
+            "lightning",
+            "pathlib",
+            "Path",
+            "replace",
+            ["step=1.ckpt", "step=3.ckpt", "step=4.ckpt"],
+            marks=NIGHTLY,
         ),
     ],
 )
 def test_a_training_survives_a_kill_during_a_save(
-    example: str, module: str, owner: str, finish: str, saved: str, runner: Runner, tmp_path: Path
+    example: str,
+    package: str,
+    module: str,
+    owner: str,
+    finish: str,
+    saved: list[str],
+    runner: Runner,
+    tmp_path: Path,
 ) -> None:
-    package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     (tmp_path / "killed.py").write_text(KILLED_IN_A_SAVE.format(module=module, owner=owner, finish=finish))
@@ -58,4 +77,4 @@ def test_a_training_survives_a_kill_during_a_save(
     log = "\n".join(runner.log_lines(handle, "killed"))
     assert status is not None and status.state is AppState.SUCCEEDED, log
     assert re.findall("world size 2, after step (.*)", log) == ["0", "1"], log
-    assert sorted(path.name for path in folder.iterdir()) == [f"{saved}-3", f"{saved}-4"]
+    assert sorted(path.name for path in folder.iterdir()) == saved
