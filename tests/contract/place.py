@@ -37,12 +37,12 @@ _OTHER_CASE = "it goes through the core as another case does; at least one other
 def tree(folder: str | Path) -> dict[str, tuple[int, bytes]]:
     """Return when each file and folder below a folder was changed, and the content of the files; empty without it.
 
-    The time of a status is left out: by it a supervisor shows that it lives.
+    The times of a status and of events are left out: by them a supervisor and replica 0 show that they live.
     """
     found = {}
     for path in [Path(folder), *Path(folder).rglob("*")] if os.path.exists(folder) else ():
         with contextlib.suppress(FileNotFoundError):  # a supervisor writes a file under another name first
-            changed = 0 if path.name == "status.json" else path.lstat().st_mtime_ns
+            changed = 0 if path.name in ("status.json", "events.jsonl") else path.lstat().st_mtime_ns
             found[str(path)] = changed, path.read_bytes() if path.is_file() else b""
     return found
 

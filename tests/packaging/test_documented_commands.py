@@ -138,6 +138,7 @@ def torchx(
 def completed(words: list[str]) -> list[str]:
     """Return a ``torchx run`` as a dry run that needs no cluster, of a program if it names none."""
     scheduler = option(words, "-s", "--scheduler") or "monarch_local"
+    words = [re.sub(r"^on=\w+", "grace=30", word) for word in words]  # of a live allocation, which is not here
     added = ["--dryrun"] if "--dryrun" not in words else []
     if not option(words, "-s", "--scheduler"):
         added += ["-s", scheduler]

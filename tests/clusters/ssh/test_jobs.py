@@ -157,7 +157,7 @@ def test_a_wrong_python_is_named(apps: Apps, tmp_path: Path) -> None:
 def test_a_full_disk_is_named(apps: Apps, machines: Machines) -> None:
     there = machines["m2"]
     there.run("mkdir", "-p", STATE)
-    there.run("mount", "-t", "tmpfs", "-o", "size=16k", "small", STATE)
+    there.run("mount", "-t", "tmpfs", "-o", "size=16k,mode=700", "small", STATE)
     try:
         there.run("sh", "-c", f"cat /dev/zero > {STATE}/filler || true")
         said = _refused(apps, "m1", "m2")
