@@ -87,14 +87,14 @@ def main() -> None:
         devices=local_ranks,
         num_nodes=ranks // local_ranks,
         max_steps=options.steps,
-        limit_train_batches=options.save_every,  # an epoch: Lightning resumes exactly between two of them
         callbacks=[Progress(), checkpoints],
         plugins=[RenamedCheckpoints()],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    points = torch.randn(4096, 2, generator=torch.Generator().manual_seed(0))
+    # An epoch is what is trained between two checkpoints: between epochs Lightning resumes with the next batch.
+    points = torch.randn(64 * ranks * options.save_every, 2, generator=torch.Generator().manual_seed(0))
     quadrants = 2 * (points[:, 0] > 0).long() + (points[:, 1] > 0).long()
     data = DataLoader(TensorDataset(points, quadrants), batch_size=64, shuffle=True)
     trainer.fit(Classifier(), data, ckpt_path=last_checkpoint(options.folder))
