@@ -269,8 +269,8 @@ def test_a_cut_between_the_first_hosts_of_two_roles_ends_neither(tmp_path: Path)
             client = RoleClient(Rendezvous(network), network, network.rendezvous, reporter)
             await until_async(lambda: server._arrived, "the other role")
             job.proxy.cut()
-            again = "replica 0 of role 'b': it has connected again"
-            await until_async(lambda: again in job.said or job.rendezvous.events.pending, "the next connection")
+            again = "replica 0 of role 'b': it has connected again, after the network broke its connection: "
+            await until_async(lambda: "".join(job.said).startswith(again), "the next connection")
             await client.end(JobResult(7, "boom"), WITHIN)
             await until_async(lambda: job.rendezvous.events.pending, "the end of the other role")
             (event,) = job.rendezvous.events.pending

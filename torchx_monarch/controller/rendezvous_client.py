@@ -28,11 +28,6 @@ _RETRY_EVERY = 0.01
 
 _MAX_RETRY_DELAY = 0.5
 
-_STALE_FOR = 2.5
-"""How long tries go on after a refusal that is final, in units of the peer timeout. The replica 0 of an earlier job may
-still hold the port, or replica 0 may not have noticed yet that the host that this one replaces is lost: a request that
-it sends shortly before keep-alive would break the connection has the kernel wait for the peer timeout once more."""
-
 
 class PutOffError(ConnectError):
     """Replica 0 answers that a greeting can be granted later."""
@@ -78,7 +73,9 @@ async def handshake(
         except ConnectError as error:
             why = str(error)
             on_failure(error)
-            if error.final and time.monotonic() > started + _STALE_FOR * network.options.peer_timeout:
+            # Final or not: the replica 0 of an earlier job may still hold the port, and replica 0 may not have noticed
+            # yet that the host which this one replaces is lost, for which it takes the lease at most.
+            if error.final and time.monotonic() > started + network.options.lease:
                 raise RendezvousError(why) from None
         await asyncio.sleep(pause)
         pause = min(pause * 1.2, _MAX_RETRY_DELAY)

@@ -80,6 +80,7 @@ class Channel:
         self._changed: asyncio.Event | None = None  # while there is no connection
         self._reopening: asyncio.Task[None] | None = None
         self._closing: asyncio.TimerHandle | None = None
+        self._saying: asyncio.TimerHandle | None = None
 
     @property
     def is_broken(self) -> bool:
@@ -156,7 +157,9 @@ class Channel:
             why = os.strerror(number) if number else str(error)
             silent = f" (no answer for {self._peer_timeout:g} s)" if number in _SILENT else ""
             self.broken_by = f"the network broke its connection: {why}{silent}"
-            self._say(f"{self.broken_by}; it is lost unless it connects again within {self._lease:g} s (lease)")
+            text = f"{self.broken_by}; it is lost unless it connects again within {self._lease:g} s (lease)"
+            # Not at once: the end of a process resets its connection, too, if it has left messages unread.
+            self._saying = asyncio.get_running_loop().call_later(REPLACED_WITHIN, self._say, text)
         if self._reopen is not None:
             self._reopening = asyncio.ensure_future(self._connect(self._reopen))
 
@@ -190,7 +193,7 @@ class Channel:
         first = [messages.encode(answer)] if answer is not None else []
         writer.write(b"".join(first + self._unconfirmed))
         self._streams, self.silence = (reader, writer), 0.0
-        self._say("it has connected again")
+        self._say(f"it has connected again, after {self.broken_by}")
         self._wake()
 
     def _drop_confirmed(self, received: object) -> None:
@@ -226,7 +229,8 @@ class Channel:
             self.close(f"does not answer: no message from it for {self._lease:g} s (lease)")
 
     def _wake(self) -> None:
-        if self._closing is not None:
-            self._closing.cancel()
+        for timer in (self._closing, self._saying):
+            if timer is not None:
+                timer.cancel()
         if self._changed is not None:
             self._changed.set()
