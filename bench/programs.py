@@ -77,6 +77,28 @@ def train():
     options = {"accelerator": "cpu", "devices": world, "max_steps": 3, "logger": False, "enable_checkpointing": False}
     lightning.Trainer(**options).fit(Line(), torch.utils.data.DataLoader(torch.rand(64, 4), 4))
 """,
+    "fsdp2": """
+import os, signal, sys, time
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+def train():
+    torch.distributed.init_process_group("gloo")
+    model = fully_shard(torch.nn.Linear(64, 10))
+    for _ in range(3):
+        model(torch.rand(8, 64)).mean().backward()
+    dcp.save(model.state_dict(), checkpoint_id=f"{sys.argv[1]}/checkpoint")
+""",
+    "own": """
+import os, signal, sys, time
+import torch
+from mine import data
+def train():
+    torch.distributed.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 10))
+    for _ in range(3):
+        model(data.images()).mean().backward()
+""",
     "accelerate": """
 import os, signal, sys, time
 import torch
@@ -90,6 +112,14 @@ def train():
         optimizer.step()
 """,
 }
+
+MINE = """
+import torch
+from sklearn.datasets import load_digits
+def images():
+    return torch.tensor(load_digits().data, dtype=torch.float32)
+"""
+"""A module of the user's own, which the program ``own`` imports first."""
 
 END = """
 def mark(name):
@@ -118,6 +148,9 @@ class Bench:
         self._nproc = nproc
         self._path = f"{folder}/train_{program}.py"
         Path(self._path).write_text(PROGRAMS[program] + END)
+        Path(f"{folder}/mine").mkdir(exist_ok=True)
+        Path(f"{folder}/mine/__init__.py").touch()
+        Path(f"{folder}/mine/data.py").write_text(MINE)
 
     def measure(self, rounds: int) -> dict[str, dict[str, list[float]]]:
         """Return the seconds of each round, by what is measured and by launcher."""
