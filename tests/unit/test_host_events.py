@@ -42,6 +42,9 @@ def test_an_event_ends_all_work_until_it_is_settled() -> None:
         events.take(lambda event: event is LOST)
         assert events.pending == []
         assert await events.until_event(asyncio.sleep(0, "done")) == "done"
+        with pytest.raises(asyncio.TimeoutError):
+            await events.until_event(work(), seconds=0.01)
+        assert ended == ["work", "work"]
 
     asyncio.run(main())
 

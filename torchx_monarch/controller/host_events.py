@@ -142,26 +142,35 @@ class HostEvents:
         return next(filter(concerns_hosts, self.pending), failure)
 
     async def until_event(
-        self, work: Awaitable[T], wanted: Callable[[HostEvent], bool] = lambda event: True
+        self,
+        work: Awaitable[T],
+        wanted: Callable[[HostEvent], bool] = lambda event: True,
+        seconds: float | None = None,
     ) -> T | HostEvent:
         """Do some work until an event is pending to which a condition applies.
 
         Return the outcome of the work, or the oldest event, which stays pending; the work has been cancelled then, and
-        has ended. It does not begin if an event is pending already: what it awaits is to be made in it, or Python warns
-        of a coroutine that was never awaited.
+        has ended. It does not begin if an event is pending already.
+
+        Raises:
+            asyncio.TimeoutError: the work, which has ended, took longer than ``seconds``; None for no limit.
         """
         working = asyncio.ensure_future(work)
         working.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask for it
         arriving = asyncio.ensure_future(self._changes.until(lambda: any(map(wanted, self.pending))))
+        is_late = False
         try:
             if not any(map(wanted, self.pending)):
-                await asyncio.wait([working, arriving], return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait([working, arriving], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                is_late = not done
             if working.done():
                 return working.result()
         finally:
             arriving.cancel()
             working.cancel()
         await asyncio.wait([working])
+        if is_late:
+            raise asyncio.TimeoutError
         return next(filter(wanted, self.pending))
 
 

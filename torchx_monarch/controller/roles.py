@@ -160,11 +160,7 @@ class RoleClient:
 
     async def begin(self, timeout: float) -> None:
         """Wait until the first role answers, or nothing listens there; at most ``timeout`` s, or until a host event."""
-
-        async def may_begin() -> None:
-            await asyncio.wait_for(self._may_begin.wait(), timeout)
-
-        waiting = self._events.until_event(may_begin())
+        waiting = self._events.until_event(self._may_begin.wait(), seconds=timeout)
         with contextlib.suppress(asyncio.TimeoutError):
             await self._reporter.while_waiting(waiting, lambda: f"the first role's replica 0 ({self._why})")
 

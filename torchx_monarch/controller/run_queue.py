@@ -274,16 +274,13 @@ class RunQueue:
         word = "STOPPED" if result.stopped else "FAILED" if result.code else "SUCCEEDED"
         within = _FINISH_TIMEOUT + (_VALUES_TIMEOUT if run.request.function else 0.0)
 
-        async def last_output() -> None:
+        async def finish_hosts() -> None:
             await self.hosts.broadcast(FinishRun(run.token))
             await asyncio.gather(*self._readers.values())
 
-        async def finish_hosts() -> None:
-            await asyncio.wait_for(last_output(), within)
-
         try:
             # An event says that hosts have left, or that the allocation ends: the next wait handles it.
-            await self._events.until_event(finish_hosts(), concerns_hosts)
+            await self._events.until_event(finish_hosts(), concerns_hosts, within)
         except (HostError, asyncio.TimeoutError) as error:
             # The loss of a host is reported by a host event.
             self._reporter.line(f"some output of run {run.number} may be missing: {error or 'it did not come in time'}")
