@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.backends.core.state import root_cause
 from torchx_monarch.cli.allocation_arguments import add_address
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, JobReader, opened_job
@@ -127,12 +128,12 @@ def _tail(text: str) -> str:
 def _output(job: JobReader, facts: JobFacts) -> str:
     """Return the last lines of the replica that began the failure; of replica 0 of the first role without one."""
     replicas = facts.app.replicas
-    failed = min((one for one in replicas if one.failure), key=lambda one: one.distance, default=None)
+    failed, _ = root_cause([replica for replica in replicas if replica.failure])
     first = failed or next(iter(replicas), None)
     if first is None:
         return ""
-    told = HostResult.from_text(first.error).replica
-    number = told if any((one.role, one.id) == (first.role, told) for one in replicas) else first.id
+    named = HostResult.from_text(first.error).replica
+    number = named if any((replica.role, replica.id) == (first.role, named) for replica in replicas) else first.id
     try:
         lines = job.scheduler.apps.replica_log(facts.app, first.role, number, tail=_LOG_LINES)
         return "".join(line.text for line in lines)
@@ -142,9 +143,9 @@ def _output(job: JobReader, facts: JobFacts) -> str:
 
 def _stacks(job: JobReader, facts: JobFacts) -> Iterator[str]:
     """Yield where the ranks are, or were when they were stopped."""
-    if facts.status.state == State.RUNNING and job.ranks_of is not None:
+    if facts.status.state == State.RUNNING and job.hosts is not None:
         try:
-            yield from render_stacks(ask_stacks(job.ranks_of)[0])
+            yield from render_stacks(ask_stacks(job.hosts)[0])
         except (UnreachableError, RefusedError, AllocationError):
             return
     for path, text in read_stacks(facts.status.log_folder, facts.timeline):
@@ -165,8 +166,9 @@ def _earlier_jobs(job: JobReader, facts: JobFacts) -> Iterator[tuple[AppSnapshot
     scheduler, _, app_id = facts.status.handle.partition("://torchx/")
     if scheduler != LOCAL:
         return
-    ids = [app.app_id for app in recorded_apps() if app.scheduler == LOCAL and app.app_id != app_id]
-    found = (job.scheduler.apps.read(other) for other in ids)
+    apps = [app for app in recorded_apps() if app.scheduler == LOCAL]
+    name = next((app.name for app in apps if app.app_id == app_id), "")  # no others are read: there may be thousands
+    found = (job.scheduler.apps.read(app.app_id) for app in apps if app.name == name and app.app_id != app_id)
     alike = (read for read in found if read is not None and read[0].name == facts.app.name)
     older = (read for read in alike if read[0].created < facts.app.created and read[1].state.is_terminal)
     for app, decided in itertools.islice(older, _EARLIER_JOBS):

@@ -68,6 +68,7 @@ class JobReader:
     Attributes:
         role: the role whose ranks are asked; empty for the first role that has some.
         timeout: seconds to wait for samples of the ranks.
+        hosts: those whose ranks were asked last; None before that.
     """
 
     scheduler: MonarchScheduler
@@ -76,13 +77,8 @@ class JobReader:
     role: str
     address: str
     timeout: float
-    _hosts: Hosts | None = None
+    hosts: Hosts | None = None
     _samples: Sequence[RankSample] = ()
-
-    @property
-    def ranks_of(self) -> Hosts | None:
-        """The hosts whose ranks were asked last; None if none were."""
-        return self._hosts
 
     def read_app(self) -> tuple[AppSnapshot, AppStatus]:
         """Return the snapshot and the state of the app; raise CommandError if there is no such app."""
@@ -121,9 +117,9 @@ class JobReader:
         first = max(with_hosts, key=lambda spec: spec.runs_ranks).name if with_hosts else ""
         if not (role := self.role or first) or facts.status.phase == "queued":
             return facts
-        self._hosts = self._hosts or Hosts(self.handle, role, self.address)
+        self.hosts = self.hosts or Hosts(self.handle, role, self.address)
         try:
-            activity, missing = self._ask_ranks(self._hosts, pause)
+            activity, missing = self._ask_ranks(self.hosts, pause)
         except (UnreachableError, RefusedError, AllocationError, BackendError) as error:
             return replace(facts, problem=str(error), status=replace(facts.status, silent=_silent(facts, role)))
         last = max((rank.last_output for rank in activity if rank.last_output is not None), default=None)
@@ -167,7 +163,7 @@ class JobReader:
 
 
 def _silent(facts: JobFacts, role: str) -> Moment | None:
-    """Return since when replica 0 of a role, which was asked in vain, has shown no life; None if that is not known."""
+    """Return when replica 0 of a role, which has not answered, showed its last sign of life; None if unknown."""
     first = next((replica for replica in facts.app.replicas if (replica.role, replica.id) == (role, 0)), None)
     last = facts.app.last_sign_of_life
     if first is None or first.state is not State.RUNNING or not 0 < last < time.time() - _SILENT_AFTER:
