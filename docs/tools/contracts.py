@@ -2,7 +2,7 @@
 """Fail if the code has another number of contracts, or of places that hold one idea, than docs/architecture/README.md
 says: ``python -m docs.tools.contracts``, a part of ``make lint``. A commit that changes a number there says why.
 
-A contract is what two parts of the code must agree on: whoever adds one has to find both. Places are found by their
+A contract is what two parts of the code must agree on; a change that adds one touches both. Places are found by their
 types and names, so that a new one is counted before somebody has to look for it.
 """
 

@@ -49,7 +49,11 @@ _OF_A_PROCESS = re.compile(r"/proc/(self|thread-self|\d+)/(?!(maps|cgroup|mounti
 """Files that differ between processes and attempts. Those left out are the same for all ranks of a host."""
 
 _EFFECTS: tuple[tuple[Any, str, str], ...] = (
-    *((os, name, "starts a process") for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")),
+    (os, "fork", "starts a process"),
+    (os, "forkpty", "starts a process"),
+    (os, "posix_spawn", "starts a process"),
+    (os, "posix_spawnp", "starts a process"),
+    (os, "system", "starts a process"),
     (subprocess.Popen, "__init__", "starts a process"),
     (socket.socket, "connect", "opens a connection"),
     (socket.socket, "connect_ex", "opens a connection"),

@@ -44,7 +44,12 @@ _SETS_UP_DYNAMO = (b"TORCHDYNAMO", b"TORCHINDUCTOR", b"TORCH_COMPILE")
 NOT_IN_TORCH = (
     "torch._dynamo",
     "torch._inductor",
-    *(f"torch.distributed.{name}" for name in ("_tensor", "checkpoint", "fsdp", "optim", "pipelining", "tensor")),
+    "torch.distributed._tensor",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
 )
 """Modules of torch, with those below them, that `import torch` does not import, and of which each imports hundreds:
 520 to 841 in torch 2.13, in half a second to one. Others are not worth a zygote that serves one program alone."""
