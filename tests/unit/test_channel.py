@@ -278,3 +278,24 @@ def test_a_cut_between_the_first_hosts_of_two_roles_ends_neither(tmp_path: Path)
             client._connection.cancel()
 
     asyncio.run(main())
+
+
+def test_the_first_role_does_not_wait_for_one_that_has_ended_and_resets_its_connection(tmp_path: Path) -> None:
+    async def main() -> None:
+        job, reporter = Job(tmp_path, spec=HostSpec(lease=1000.0)), Reporter(Console(2), None, "b")
+        server = RoleServer(job.rendezvous, HostSpec("app", "a", peer_roles=1), reporter)
+        network = HostNetwork(job.network.rendezvous, HostSpec("app", "b"), identity=job.network.identity)
+        async with job.started():
+            client = RoleClient(Rendezvous(network), network, network.rendezvous, reporter)
+            await until_async(lambda: server._arrived, "the other role")
+            await client.end(JobResult(7, "boom"), WITHIN)
+            await until_async(lambda: job.rendezvous.events.pending, "the end of the other role")
+            ending = asyncio.ensure_future(server.end(JobResult(7, "boom"), WITHIN))
+            await asyncio.sleep(0)  # it sends the result, which the other role does not read
+            job.proxy.is_open = False
+            job.proxy.cut(True)
+            client._connection.cancel()
+            await ending
+            assert not server._links
+
+    asyncio.run(main())

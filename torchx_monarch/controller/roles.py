@@ -121,7 +121,7 @@ class RoleServer:
             self._arrived.add(role)
             self._changes.notify()
             message = await channel.receive()
-            channel.finish()
+            channel.peer_has_ended()
             ended = None if message is None else decode(JobResult, message)
         except asyncio.TimeoutError:
             return self._fail(f"replica 0 of role {role!r} was not ready in {_READY_TIMEOUT:g} s")

@@ -77,6 +77,7 @@ class Channel:
         self._unconfirmed: list[bytes] = []
         self._unasked = 0
         self._is_finished = False
+        self._peer_has_ended = False
         self._changed: asyncio.Event | None = None  # while there is no connection
         self._reopening: asyncio.Task[None] | None = None
         self._closing: asyncio.TimerHandle | None = None
@@ -144,7 +145,8 @@ class Channel:
     def _break(self, error: BaseException | None) -> None:
         """Wait for another connection, unless there can be none."""
         self._disconnect()
-        if not self._networked or (self._is_finished and not self._unconfirmed):
+        is_at_end = self._peer_has_ended or (self._is_finished and not self._unconfirmed)
+        if is_at_end or not self._networked:
             return self.close("was lost: its connection broke")
         self.silence = min(self.silence, self._peer_timeout)
         self._changed = asyncio.Event()
@@ -213,6 +215,10 @@ class Channel:
     def finish(self) -> None:
         """Have the channel end with its connection, once the peer has received all that was sent."""
         self._is_finished = True
+
+    def peer_has_ended(self) -> None:
+        """Have the channel end with its connection: the peer has sent its last message, and reads nothing any more."""
+        self._peer_has_ended = True
 
     def close(self, loss: str = "has left") -> None:
         """End the channel at once."""
