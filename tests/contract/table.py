@@ -10,7 +10,8 @@ these marks and of what each ``Place`` declares impossible (``Place.cannot``).
 from __future__ import annotations
 
 import importlib
-from collections import defaultdict
+import textwrap
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ SCENARIOS = (
 )
 
 BACKENDS = ("local", "docker", "slurm", "ssh", "sge", "pbs", "lsf", "htcondor", "kubernetes", "aws_batch")
-"""The columns: the folders of tests/clusters, unless ``_ELSEWHERE`` has the path."""
+"""The rows: the folders of tests/clusters, unless ``_ELSEWHERE`` has the path."""
 
 _STAND_INS = "tests/clusters/batch"
 _ELSEWHERE = {
@@ -84,7 +85,7 @@ def marks(test: Any) -> Iterator[tuple[str, str]]:
 
 
 def column(backend: str) -> dict[str, str]:
-    """Return the cells of a backend, by scenario."""
+    """Return on which wire each scenario of a backend is tested, or ``no: REASON``."""
     wires, reasons = defaultdict[str, set[str]](set), dict[str, str]()
     for module in _modules(backend):
         for value in vars(module).values():
@@ -116,13 +117,19 @@ def _modules(backend: str) -> Iterator[Any]:
 
 
 def written(page: str, columns: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the page with the table of these columns: scenarios with the same cells share a row."""
-    same = defaultdict[tuple[str, ...], list[str]](list)
-    for scenario in SCENARIOS:
-        same[tuple(cells[scenario] for cells in columns.values())].append(scenario)
-    rows = [["scenario", *(f"`monarch_{name}`" for name in columns)], ["---"] * (len(columns) + 1)]
-    rows += [["; ".join(scenarios), *cells] for cells, scenarios in same.items()]
-    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    """Return the page with the table of these columns: the usual wire of each backend, and what is not tested on it."""
+    rows = [["backend", "usually", "otherwise", "not tested"], ["---"] * 4]
+    for name, cells in columns.items():
+        usual = Counter(cells.values()).most_common(1)[0][0]
+        others = defaultdict[str, list[str]](list)
+        for scenario, cell in cells.items():
+            if cell not in (usual, "no: Slurm's", "no: not its option"):
+                others[cell].append(scenario)
+        otherwise = [f"{cell}: {', '.join(names)}" for cell, names in others.items() if not cell.startswith("no: ")]
+        untested = [f"{', '.join(names)} ({cell[4:]})" for cell, names in others.items() if cell.startswith("no: ")]
+        rows.append([f"`monarch_{name}`", usual, "; ".join(otherwise), "; ".join(untested)])
+    scenarios = textwrap.fill(f"{'; '.join(SCENARIOS)}.", 120)
+    table = f"{scenarios}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
     before, begin, rest = page.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     return before + begin + table + end + after

@@ -2,8 +2,8 @@
 """The survey of shared imports: ``python -m tests.survey [options]``.
 
 Each import of tests/survey/packages.txt is examined in an environment of its own (see ``survey``), one after the other,
-and its row of docs/reference/shared_imports.md is written. Exit code 1 if ranks hold a value that they must not share;
-it is then printed, with what two interpreters and two ranks of two runs have.
+and its result is written into docs/reference/shared_imports.md. Exit code 1 if ranks hold a value that they must not
+share; it is then printed, with what two interpreters and two ranks of two runs have.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tests.survey.survey import Finding, examine
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = Path(__file__).with_name("packages.txt")
 _PAGE = _ROOT / "docs" / "reference" / "shared_imports.md"
-_ROW = re.compile(r"^\| `([\w.-]+)` \| .*$", re.MULTILINE)
+_BEGIN, _END = "<!-- survey: begin -->\n", "<!-- survey: end -->\n"
+_RESULT = re.compile(r"`([\w.-]+)`( \d+\.\d| \([^)]+\)| \| .*(?= \|$)|)", re.MULTILINE)
 
 
 class _Package(NamedTuple):
@@ -57,27 +58,31 @@ def _environment(folder: Path) -> str:
     return str(python)
 
 
-def _row(package: _Package, found: Finding, environment: Path) -> str:
+def _result(package: _Package, found: Finding, environment: Path) -> str:
+    """Return what the page says after the name of a package: its seconds, or in another cell why it is not shared."""
+    if package.elsewhere.startswith("yes, "):
+        return f" ({package.elsewhere[5:]})"
     if package.elsewhere or found.error:
-        return f"| `{package.name}` | {package.elsewhere or f'not examined: {found.error}'} | |"
-    shared = "yes"
+        return f" | {package.elsewhere.removeprefix('no: ') or f'not examined: {found.error}'}"
     if found.unshared:
         why = re.sub(rf"{environment}/lib/[^/]+/site-packages/", "", found.unshared)
-        shared = f"no: {re.sub('/proc/[0-9]+/', '/proc/PID/', why)}"
-    elif found.wrong:
-        shared = f"wrongly: all ranks have one {', '.join(f'`{path}`' for path in found.wrong)}"
-    return f"| `{package.name}` | {shared} | {found.seconds:.1f} |".replace(" 0.0 |", " |")
+        return f" | {re.sub('/proc/[0-9]+/', '/proc/PID/', why)}"
+    if found.wrong:
+        return f" | wrongly shared: all ranks have one {', '.join(f'`{path}`' for path in found.wrong)}"
+    return f" {found.seconds:.1f}" if found.seconds >= 0.05 else ""
 
 
-def _write(name: str, row: str) -> None:
-    """Put the row of a package into the page, in the order of names."""
+def _write(name: str, result: str) -> None:
+    """Put the result of a package into the page, in the order of names: those that are shared into one paragraph."""
     text = _PAGE.read_text()
-    rows = {found[1]: found[0] for found in _ROW.finditer(text)} | {name: row}
-    first, last = [*_ROW.finditer(text)][0].start(), [*_ROW.finditer(text)][-1].end()
-    known = [package.name for package in _packages()]
-    lines = [rows[name] for name in sorted(rows, key=str.lower) if name in known]
+    begin, end = text.index(_BEGIN) + len(_BEGIN), text.index(_END)
+    results = dict(_RESULT.findall(text[begin:end])) | {name: result}
+    known = {package.name for package in _packages()}
+    names = sorted(results.keys() & known, key=str.lower)
+    shared = ", ".join(f"`{name}`{results[name]}" for name in names if not results[name].startswith(" | "))
+    table = "".join(f"| `{name}`{results[name]} |\n" for name in names if results[name].startswith(" | "))
     aside = _PAGE.with_suffix(".new")
-    aside.write_text(text[:first] + "\n".join(lines) + text[last:])
+    aside.write_text(f"{text[:begin]}Shared: {shared}.\n\n| not shared | because |\n| --- | --- |\n{table}{text[end:]}")
     aside.replace(_PAGE)
 
 
@@ -99,9 +104,9 @@ def main() -> int:
             if args.only and package.name not in args.only:
                 continue
             found = Finding() if package.elsewhere else examine(python, package.statement)
-            row = _row(package, found, args.environment.resolve())
-            _write(package.name, row)
-            print(row, flush=True)
+            result = _result(package, found, args.environment.resolve())
+            _write(package.name, result)
+            print(f"{package.name}{result}", flush=True)
             for path, values in found.wrong.items():
                 print(f"    {path}: {values}", flush=True)
             wrong += bool(found.wrong)
