@@ -42,6 +42,7 @@ OWN = {
     "string": ["sh", "-c", "timeout 99 torchrun p.py"],
     "several": ["sh", "-c", "cd . && torchrun p.py"],
     "renamed": ["bash", "-c", "exec -a other torchrun p.py"],
+    "piped": ["sh", "-c", "torchrun p.py | grep prefix"],  # a reader of the ranks' own output, and of no reference
 }
 """Commands of the submitter's environment."""
 
