@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine
-from torchx_monarch.host.ranks import rank_log
+from torchx_monarch.host.ranks import rank_log, rank_output
 from torchx_monarch.host.ranks.rank_log import LogSpace, RankLog
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.host.ranks.run_output import RunOutput, RunOutputSink
@@ -118,7 +118,10 @@ def test_a_log_with_references_reads_as_one_without(
     with_text = Replica(tmp_path_factory.mktemp("text"), refers=False)
     referring = Replica(tmp_path_factory.mktemp("referring"))
     for replica in (with_text, referring):
-        replica.run(pieces)
+        with pytest.MonkeyPatch.context() as patched:
+            # How long a piece takes on a busy machine would decide which states of a progress bar are shown.
+            patched.setattr(rank_output, "_DRAW_AFTER", 1000.0)
+            replica.run(pieces)
     for stream in ("", "stdout", "stderr"):
         assert referring.texts(stream=stream) == with_text.texts(stream=stream)
     lines = referring.lines()
