@@ -81,7 +81,7 @@ def components_page() -> str:
         ),
     ]
     rows = {function: _options(function) for function in _functions()}
-    shared = _shared(rows.values(), 2)
+    shared = _shared(rows.values(), 3)
     parts += ["These options are the same for all components that have them:", _table(_OPTION, shared)]
     for function, of in rows.items():
         others = ", ".join(row[0] for row in of if row in shared)
