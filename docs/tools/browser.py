@@ -49,11 +49,11 @@ class Browser:
         for domain in ("Page", "Network", "Runtime", "Log"):
             self._ask(f"{domain}.enable")
 
-    def open(self, path: Path, width: int, height: int, dark: bool = False) -> None:
-        """Open a file and wait until it has loaded.
+    def open(self, page: Path | str, width: int, height: int, dark: bool = False) -> None:
+        """Open a file or an address and wait until it has loaded.
 
         Args:
-            path: the file.
+            page: the file, or the address.
             width: width of the window in CSS pixels.
             height: its height.
             dark: whether its user prefers dark colours.
@@ -63,7 +63,7 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._ask("Emulation.setEmulatedMedia", features=[scheme])
         self.events.clear()
-        self._ask("Page.navigate", url=path.resolve().as_uri())
+        self._ask("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         until = time.monotonic() + _TIMEOUT
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._receive(until)

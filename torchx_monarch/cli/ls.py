@@ -45,19 +45,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print a table of jobs, the newest first."""
-    limit = 0 if args.json else max(0, args.limit)
-    apps = recorded_apps()
-    local = [app.app_id for app in apps if app.scheduler == LOCAL and args.scheduler in (None, LOCAL)]
-    read = local[:limit] if limit else local
-    found = [*_jobs(args.scheduler, read)] if args.scheduler else _all_jobs(apps, read)
-    found.sort(key=lambda job: job.submitted or 0.0, reverse=True)
+    jobs, older = read_jobs(args.scheduler, 0 if args.json else max(0, args.limit))
     if args.json:
-        print_json([job.to_json() for job in found])
-    else:
-        shown = found[:limit] if limit else found
-        _print(shown)
-        if older := len(found) - len(shown) + len(local) - len(read):
-            say(f"{older} older jobs are not shown; --limit 0 lists all")
+        print_json([job.to_json() for job in jobs])
+        return
+    _print(jobs)
+    if older:
+        say(f"{older} older jobs are not shown; --limit 0 lists all")
+
+
+def read_jobs(scheduler: str | None = None, limit: int = 0) -> tuple[list[JobStatus], int]:
+    """Return the newest jobs of a scheduler, or of all, the newest first, and the number of older ones.
+
+    Args:
+        limit: the most jobs to return; 0 for all.
+    """
+    apps = recorded_apps()
+    local = [app.app_id for app in apps if app.scheduler == LOCAL and scheduler in (None, LOCAL)]
+    read = local[:limit] if limit else local
+    found = [*_jobs(scheduler, read)] if scheduler else _all_jobs(apps, read)
+    found.sort(key=lambda job: job.submitted or 0.0, reverse=True)
+    shown = found[:limit] if limit else found
+    return shown, len(found) - len(shown) + len(local) - len(read)
 
 
 def _jobs(name: str, local: Sequence[str]) -> Iterator[JobStatus]:

@@ -34,6 +34,7 @@ SUB_COMMANDS = {
     "stacks": "where the ranks of a job are: their stacks, equal ones together",
     "profile": "what ranks do with their time, as a flame graph or for speedscope",
     "report": "a page about a job: what ran, why it ended, and where its time went",
+    "web": "live pages about the jobs of this machine, for a browser",
     "top": "a job and its ranks on one screen, again and again",
 }
 """The sub-commands with their help. Each is the module of its name in this package, with ``add_arguments`` and ``run``,

@@ -60,8 +60,8 @@ def _times(timeline: Timeline, role: str) -> dict[str, dict[str, float]]:
     return {"phases": phases, "lost": lost_seconds(timeline, role)}
 
 
-def page_of(job: JobFacts) -> str:
-    """Return the page about a job."""
+def page_of(job: JobFacts, live: str = "") -> str:
+    """Return the page about a job; ``live`` is the query of its pages where a server shows them."""
     status, timeline = job.status, job.timeline
     cause = status.cause or status.message or PHASES.get(status.phase or "", "")
     hang = f"hang: {status.hang.message}" if status.hang is not None else ""
@@ -86,7 +86,8 @@ def page_of(job: JobFacts) -> str:
         "ranks": ranks[:_MAX_RANKS],
         "ranks_left_out": max(0, len(ranks) - _MAX_RANKS),
         "stacks": read_stacks(status.log_folder, timeline),
-        "written": _date(time.time()),
+        "written": show_date(time.time()),
+        "live": live,
     }
     return render(page, timeline.job)
 
@@ -95,7 +96,7 @@ def _facts(status: JobStatus) -> list[tuple[str, str]]:
     stated = [(title.rstrip(": "), text) for title, text in facts(status) if title not in _SHOWN_ELSEWHERE]
     dates = (("submitted", status.submitted), ("started", status.started), ("ended", status.ended))
     found = [fact for fact in stated if fact[0].startswith("command")]
-    found += [(title, _date(when)) for title, when in dates if when is not None]
+    found += [(title, show_date(when)) for title, when in dates if when is not None]
     return found + [fact for fact in stated if not fact[0].startswith("command")]
 
 
@@ -126,5 +127,6 @@ def read_stacks(folder: str | None, timeline: Timeline) -> list[tuple[str, str]]
     return []
 
 
-def _date(seconds: float) -> str:
+def show_date(seconds: float) -> str:
+    """Return a time as ``2026-11-22 14:30:00 UTC``, in the zone of this machine."""
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))

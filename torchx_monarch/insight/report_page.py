@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The page of a report, which loads nothing: a timeline as rows of bars."""
+"""The page of a report, which loads nothing: a timeline as rows of bars. Also the templates of all pages."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from typing import NamedTuple
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.insight.timeline import PHASES, Moment, Span, Timeline
@@ -27,19 +26,27 @@ _STEPS += [10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 4
 
 
 def render(page: Mapping[str, object], job: Span) -> str:
-    """Return the HTML of a page, of values of any content: the template ``report.html`` escapes them.
+    """Return the HTML of a page, by the template ``report.html``.
 
     Places are in percent of the job, and times count from its start.
     """
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = templates()
     whole = job.seconds or 1.0
-    environment.filters["duration"] = show_duration
     environment.filters["since"] = lambda time: show_duration(time - job.start)
     environment.filters["percent"] = lambda seconds: round(100 * seconds / whole, 3)
     environment.filters["clock"] = _clock
     environment.filters["style"] = _style
-    source = resources.files("torchx_monarch.insight").joinpath("report.html").read_text(encoding="utf-8")
-    return environment.from_string(source).render(page=page, job=job, styles=_STYLES)
+    return environment.get_template("report.html").render(page=page, job=job, styles=_STYLES)
+
+
+def templates() -> Environment:
+    """Return the templates of pages. They escape values, which may have any content."""
+    files = PackageLoader("torchx_monarch", "insight")
+    environment = Environment(
+        loader=files, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["duration"] = show_duration
+    return environment
 
 
 class BarRow(NamedTuple):
