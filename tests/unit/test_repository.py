@@ -108,3 +108,19 @@ def test_one_version_everywhere() -> None:
     assert (citation["version"], citation["license"]) == (metadata["version"], metadata["license"])
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
     assert citation["repository-code"] == urls["Source"] == metadata["url"]
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "docs" / "upstream").glob("*.patch")))
+def test_a_proposal_fits_the_release_that_it_names(name: str, tmp_path: Path) -> None:
+    patch = (ROOT / "docs" / "upstream" / name).read_text()
+    against = re.search(r"^Against (\S+) (\d\S+)\.$", patch, re.MULTILINE)
+    if against is None:
+        assert "\nAgainst meta-pytorch/monarch at " in patch, "no release of a package: its sources have no wheel"
+        return
+    if not importlib.metadata.version(against[1]).startswith(against[2]):
+        pytest.skip(f"{against[1]} {importlib.metadata.version(against[1])} is installed")
+    for path in re.findall(r"^--- a/(\S+)", patch, re.MULTILINE):
+        installed = Path(str(importlib.metadata.distribution(against[1]).locate_file(path.removeprefix("python/"))))
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(installed.read_text())
+    subprocess.run(["git", "apply", "--check", "-"], cwd=tmp_path, input=patch, text=True, check=True, timeout=60)
