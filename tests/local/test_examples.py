@@ -45,6 +45,15 @@ NIGHTLY = pytest.mark.nightly("as long as the first, with a package that the tes
             marks=NIGHTLY,
         ),
         pytest.param(
+            "accelerate_loop.py",
+            "accelerate",
+            "pathlib",
+            "Path",
+            "replace",
+            ["step-3", "step-4"],
+            marks=NIGHTLY,
+        ),
+        pytest.param(
             "lightning_fit.py",
             "lightning",
             "pathlib",

@@ -60,6 +60,11 @@ def refusal(text: str) -> str:
     return str(caught.value)
 
 
+def test_another_launcher_is_no_program() -> None:
+    said = refusal("-j 1x8 -- accelerate launch --num_processes 8 train.py --lr 1")
+    assert "type `monarch.spmd -j NODESx8 train.py --lr 1`" in said
+
+
 def test_a_plain_torchrun() -> None:
     made = app("--nproc 4 train.py --lr 0.1")
     (role,) = made.roles

@@ -541,3 +541,26 @@ def test_overrides_of_a_role_become_its_fields() -> None:
         assert role.entrypoint == "python" and role.args[-4:] == ["torchrun", "--nproc-per-node", "2", "a.py"]
         assert role.overrides == {}
     assert (given.roles[0].entrypoint, given.roles[0].args[0]) == ("torchrun", "--nproc-per-node")
+
+
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        ("accelerate launch --num_processes 16 --mixed_precision bf16 train.py --lr 1", "-j 2x8 train.py --lr 1"),
+        ("env A=1 accelerate launch --config_file a.yaml -m pkg.train --n 3", "-j 2xRANKS -m pkg.train --n 3"),
+        ("deepspeed --num_gpus=8 train.py --deepspeed_config ds.json", "-j 2x8 train.py --deepspeed_config ds.json"),
+        ("composer -n 4 train.py", "-j 2x4 train.py"),
+        ("fabric run --devices 4 train.py", "-j 2x4 train.py"),
+        ("lightning run model --devices 4 train.py", "-j 2x4 train.py"),
+    ],
+)
+def test_other_launchers_are_refused_on_several_hosts(words: str, same: str) -> None:
+    for command in (words.split(), ["sh", "-c", f"cd /data && {words}"]):
+        with pytest.raises(CommandError, match=re.escape(f"`monarch.spmd {same}`")):
+            rewrite(app(*command, replicas=2), OPTIONS)
+        assert rewrite(app(*command), OPTIONS).roles[0].runs_hosts
+
+
+@pytest.mark.parametrize("words", ["accelerate config", "deepspeed --node_rank 1 train.py", "grep composer train.py"])
+def test_commands_that_only_look_like_launchers_run(words: str) -> None:
+    rewrite(app(*words.split(), replicas=2), OPTIONS)

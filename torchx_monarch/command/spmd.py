@@ -26,6 +26,7 @@ from torchx.specs.finder import ComponentValidationException
 from torchx_monarch.command.allocations import check_mesh_name
 from torchx_monarch.command.command import PROCESS_COUNTS, CommandError, Program, is_process_count, parse
 from torchx_monarch.command.component_arguments import options_among, unprotected
+from torchx_monarch.command.launchers import launcher
 from torchx_monarch.command.torchrun_options import node_range
 from torchx_monarch.model.role_spec import LIGHTHOUSE_PORT, LOOPBACK, METADATA_KEY, SIDECAR, SPARES
 
@@ -79,6 +80,8 @@ def parse_program(
             f"{target} stands where the script is expected: options of {name} come first, then the script (or "
             "-m MODULE), then the script's own arguments."
         )
+    if not m and (found := launcher([target, *words])):
+        _refuse(f"{name} starts the ranks itself, without `{found[0]}`: type `{name} {found[1]}`.")
     if flags := options_among(words, inspect.signature(component).parameters):
         _log.warning(
             f"{', '.join(flags)} after {target}: passed to it as its own. Options of {name} come before the "

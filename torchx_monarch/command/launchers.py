@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Say which torchrun command does what another launcher of ranks would do, such as ``accelerate launch``.
+
+On one host such a launcher is a command like any other. On several, each host would start the ranks as if it were the
+only one, unless the command gives its number.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+
+from torchx.specs import Role
+
+from torchx_monarch.command.command_position import command_position
+from torchx_monarch.command.shell import SHELLS, shell_operand, simple_commands, substitute
+
+_LAUNCHERS = {
+    "accelerate": ("launch", "num_processes"),
+    "composer": ("", "n|nproc|world_size"),
+    "deepspeed": ("", "num_gpus"),
+    "fabric": ("run", "devices"),
+    "lightning": ("run", "devices"),
+}
+"""The verb of each launcher, and its options for the number of ranks."""
+
+_HOST_NUMBER = re.compile("--(machine_rank|node[_-]rank)")
+
+
+def launcher(words: Sequence[str], replicas: int = 0) -> tuple[str, str] | None:
+    """Return the launcher that ``words`` execute, and what to type after ``monarch.spmd`` to do the same.
+
+    Return None if they execute none, or one that is told the number of its host.
+
+    Args:
+        replicas: number of hosts; 0 if it is not known.
+    """
+    verb, count = _LAUNCHERS.get(os.path.basename(words[0]), (None, ""))
+    if verb is None or (verb and verb not in words[1:2]) or any(map(_HOST_NUMBER.match, words)):
+        return None
+    start = next((index for index, word in enumerate(words) if word in ("-m", "--module")), None)
+    program = [] if start is None else ["-m", *words[start + 1 :]]
+    if start is None:
+        start = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
+        program = list(words[start:]) or ["PROGRAM"]
+    given = re.search(rf"(?:^|\s)--?(?:{count})[ =](\d+)(?=\s|$)", " ".join(words[:start]))
+    ranks = int(given[1]) if given else 0
+    if words[0].endswith("accelerate") and replicas and ranks % replicas == 0:  # of all hosts
+        ranks //= replicas
+    shape = f"{replicas or 'NODES'}x{ranks or 'RANKS'}"
+    return f"{os.path.basename(words[0])} {verb}".strip(), f"-j {shape} {shlex.join(program)}"
+
+
+def launchers(role: Role) -> Iterator[tuple[str, str]]:
+    """Yield what ``launcher`` finds among the commands of a role, those of a shell string included."""
+    words = [role.entrypoint, *(substitute(arg)[0] for arg in role.args)]
+    position = command_position(words)
+    words = words[position.start :] if position else []
+    commands = [words] if words else []
+    if words and os.path.basename(words[0]) in SHELLS and (at := shell_operand(words)[0]) < len(words):
+        commands = [[word.value for word in command.words] for command in simple_commands(words[at])]
+    for command in commands:
+        position = command_position(command)
+        if position and (found := launcher(command[position.start :], role.num_replicas)):
+            yield found
