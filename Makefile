@@ -12,6 +12,7 @@
 #   make docs    the site of the documentation, in site/; make docs-pages and docs-pictures write what it is made from
 #   make dist    the wheel and the source archive of a release: the same commit makes the same bytes
 #   make release-check TAG=vX.Y.Z  the same, installed in a clean environment, with release-notes.md from CHANGELOG.md
+#   make hashes  write packaging/requirements.txt: constraints.txt with the hashes of PyPI's files, for --require-hashes
 #   make clean   remove what the above made
 #
 #   make slurm-up, make slurm-down    the cluster of the tests to work with by hand: eval "$(make -s slurm-up)"
@@ -54,7 +55,7 @@ NEWEST ?= tests/unit/test_options.py tests/unit/test_command.py tests/local/test
 
 CLUSTERS := slurm docker ssh kubernetes aws_batch
 
-.PHONY: $(CLUSTERS:%=%-up) $(CLUSTERS:%=%-down) help venv system demo test test-newest test-nightly test-gpu record-torchrun check soak bench bench-slurm dist release-check docs docs-pages docs-pictures lint types format clean
+.PHONY: $(CLUSTERS:%=%-up) $(CLUSTERS:%=%-down) help venv system demo test test-newest test-nightly test-gpu record-torchrun check soak bench bench-slurm dist release-check hashes docs docs-pages docs-pictures lint types format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -196,6 +197,13 @@ release-check: $(STAMP)
 	.venv-release/bin/python -m pip install -q -c constraints.txt dist/*.whl
 	.venv-release/bin/python -m pip check
 	cd .venv-release && PATH="$(CURDIR)/.venv-release/bin:$$PATH" torchx run -s monarch_local --wait monarch.spmd --nproc 2 -m platform
+
+# For all Pythons and both kinds of processors, torch for CUDA, as PyPI has it, and the extras of the submitting side.
+hashes: $(RUN)
+	python -m pip install -q uv
+	uv pip compile setup.cfg --universal --python-version 3.10 --generate-hashes --no-annotate --quiet \
+		--constraints constraints.txt --extra docker --extra kubernetes --extra aws --default-index https://pypi.org/simple \
+		--custom-compile-command "make hashes" --output-file packaging/requirements.txt
 
 clean:
 	rm -rf $(VENV) .venv-newest .venv-survey .venv-release release-notes.md build dist site *.egg-info digits-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis

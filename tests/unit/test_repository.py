@@ -97,6 +97,37 @@ def test_the_example_is_short() -> None:
     assert len((ROOT / "examples" / "task_spooler.py").read_text().splitlines()) <= 50
 
 
+def requirements() -> dict[str, str]:
+    """The dependencies of setup.cfg with their ranges."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    found = map(Requirement, setup["options"]["install_requires"].split())
+    return {canonicalize_name(requirement.name): str(requirement.specifier) for requirement in found}
+
+
+def test_hashes_are_of_the_pinned_releases() -> None:
+    """And each requirement has some, or `pip install --require-hashes` refuses all."""
+    blocks = re.split(r"\n(?=\w)", (ROOT / "packaging" / "requirements.txt").read_text())[1:]
+    assert all("--hash=sha256:" in block for block in blocks)
+    hashed = [Requirement(block.partition("\\")[0]) for block in blocks]
+    assert {canonicalize_name(requirement.name) for requirement in hashed} > requirements().keys()
+    for python in PYTHONS.values():
+        environment = {"python_version": ".".join(python.split(".")[:2]), "python_full_version": python}
+        pinned = pins(python)
+        for requirement in hashed:
+            if requirement.marker is None or requirement.marker.evaluate(environment):
+                version = str(requirement.specifier).removeprefix("==")
+                assert version == pinned.get(canonicalize_name(requirement.name), version), "make hashes"
+
+
+def test_the_recipe_of_conda_forge_has_the_same_requirements() -> None:
+    recipe = yaml.safe_load((ROOT / "packaging" / "conda-forge" / "recipe.yaml").read_text())
+    found = [Requirement(line) for line in recipe["requirements"]["run"] if not line.startswith("python ")]
+    ranges = {requirement.name.replace("pytorch", "torch"): str(requirement.specifier) for requirement in found}
+    assert ranges == requirements()
+    assert recipe["context"]["version"] == importlib.metadata.version("torchx-monarch")
+
+
 def test_one_version_everywhere() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
