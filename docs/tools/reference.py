@@ -125,6 +125,7 @@ _EXAMPLES = {
     "explain": "torchx monarch explain last",
     "report": "torchx monarch report last -o job.html",
     "top": "torchx monarch top last --by-host",
+    "metrics": "torchx monarch metrics last loss",
     "web": "torchx monarch web --port 8080",
 }
 """An example of each sub-command of ``torchx monarch``."""

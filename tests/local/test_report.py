@@ -23,6 +23,9 @@ dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(7))
 print("all there", flush=True)
 attempt, rank = (int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
+import torchx_monarch
+for step in range(3):
+    torchx_monarch.progress(step + attempt, loss=1 / (1 + step))
 dist.barrier()
 if rank == 1:
     pathlib.Path(f"failed_{attempt}").write_text(str(time.time()))
@@ -57,6 +60,9 @@ def test_the_report_of_a_job(tmp_path: Path) -> None:
     phases_add_up(job)
     lost_time_is_that_of_the_outage(job)
     page_tells_all(job)
+    rows = torchx("monarch", "metrics", "last", "loss").stdout.splitlines()
+    assert rows[0] == "role,run,attempt,rank,step,time,loss,loss_min,loss_max" and len(rows) == 7
+    assert rows[-1].startswith("prog,,2,0,3,") and rows[-1].endswith(",0.3333333333333333" * 3)
 
 
 def phases_add_up(job: Job) -> None:
@@ -90,6 +96,7 @@ def page_tells_all(job: Job) -> None:
     assert "<script" not in text and "&lt;script&gt;alert(1)&lt;/script&gt;" in text
     for fact in ("FAILED", "attempt_1/stacks.txt", "prog.py", "1x2 (world size 2)", "restart 1 of 1", "Traceback"):
         assert fact in text, fact
+    assert "2 of 2" in text and " ago" not in text and text.count("<polyline") == 4  # two curves of two attempts
     assert len(re.findall(r"<svg role=.img.", text)) == 4  # phases, attempts, and a row for each rank
     if (path := browser.find()) is None:
         pytest.skip("no Chromium on this machine (apt-get install chromium); the page was not opened in a browser")

@@ -100,7 +100,10 @@ def explain(job: JobReader, facts: JobFacts) -> Explanation:
     status, earlier = facts.status, [*_earlier_jobs(job, facts)]
     success = next((found for found in earlier if found[1].state == State.SUCCEEDED), None)
     alike = [found.handle for _, found in earlier if status.cause and _kind_of(found.cause) == _kind_of(status.cause)]
-    shown = {title: text for title, text in status_facts(status) if title not in ("cause", "raised", "hang", "next")}
+    shown: dict[str, str] = {}
+    for title, text in status_facts(status):
+        if title not in ("cause", "raised", "hang", "next"):
+            shown[title] = f"{shown[title]}; {text}" if title in shown else text
     return Explanation(
         handle=one_line(status.handle),
         name=one_line(status.name),

@@ -28,6 +28,7 @@ from torchx_monarch.insight.timeline import Moment, Timeline
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import job_status
+from torchx_monarch.schedulers.job_metrics import read_metrics, trends
 from torchx_monarch.schedulers.job_status import JobStatus, LiveState
 from torchx_monarch.schedulers.monarch import MonarchScheduler, registered_scheduler
 
@@ -100,6 +101,8 @@ class JobReader:
             app = replace(app, events=self._ask_events(app))
         timeline, live = job_status.timeline_of(app, decided, now), self._ask_live(app) if is_running else None
         status = job_status.build(self.handle, app, decided, now=now, timeline=timeline, live=live)
+        if reported := read_metrics(status.log_folder, timeline):
+            status = replace(status, step=reported[-1].points[-1].step, metrics=trends(reported))
         facts = JobFacts(app, status, timeline)
         return facts if sample_pause is None or not is_running else self._with_ranks(facts, sample_pause)
 

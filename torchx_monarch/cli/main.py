@@ -33,6 +33,7 @@ SUB_COMMANDS = {
     "debug": "the pdb of a rank that waits in breakpoint(), on this terminal",
     "stacks": "where the ranks of a job are: their stacks, equal ones together",
     "profile": "what ranks do with their time, as a flame graph or for speedscope",
+    "metrics": "what a job has reported over time, as CSV or JSON",
     "report": "a page about a job: what ran, why it ended, and where its time went",
     "web": "live pages about the jobs of this machine, for a browser",
     "top": "a job and its ranks on one screen, again and again",

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchx_monarch.backends.core.state_files import path_name
@@ -14,20 +15,24 @@ from torchx_monarch.cli.allocation_arguments import add_address
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
 from torchx_monarch.cli.output import STDOUT, add_json, print_json, write_output
-from torchx_monarch.cli.status import facts, state_and_time
-from torchx_monarch.insight.report_page import render, rows_of, shares, ticks
+from torchx_monarch.cli.status import facts, show_when, state_and_time
+from torchx_monarch.insight.report_page import Curve, curves, render, rows_of, shares, ticks
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.insight.timeline import PHASES, Timeline, lost_seconds
+from torchx_monarch.schedulers.job_metrics import AttemptMetrics, read_metrics
 from torchx_monarch.schedulers.job_status import JobStatus
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import one_line, printable
 
 _MAX_RANKS = 512
 
+_MAX_PLACES = 4
+"""Roles, or runs of an allocation, whose curves are shown."""
+
 _MAX_BYTES = 256 * 1024
 """Most bytes of the stacks of one host that are shown."""
 
-_SHOWN_ELSEWHERE = ("message", "cause", "log", "phase", "hang", "runs", "idle", "next")
+_SHOWN_ELSEWHERE = ("message", "cause", "log", "phase", "hang", "runs", "idle", "next", "trend")
 """The facts of a status that the page has in other places."""
 
 
@@ -81,22 +86,41 @@ def page_of(job: JobFacts, live: str = "") -> str:
             {"name": span.name, "lost": _lost(timeline, span.name), "shares": shares(timeline, span.name)}
             for span in timeline.spans_of("role")
         ],
+        "curves": _curves(read_metrics(status.log_folder, timeline)),
         "runs": timeline.spans_of("run")[-200:],
         "moments": [moment for moment in timeline.moments if moment.kind not in unshown][-500:],
         "ranks": ranks[:_MAX_RANKS],
         "ranks_left_out": max(0, len(ranks) - _MAX_RANKS),
         "stacks": read_stacks(status.log_folder, timeline),
-        "written": show_date(time.time()),
+        "written": show_when(time.time(), None),
         "live": live,
     }
     return render(page, timeline.job)
 
 
+def _curves(attempts: Sequence[AttemptMetrics]) -> list[tuple[str, list[Curve]]]:
+    """Return the curves of each role, of an allocation of each of its last runs, with their titles."""
+    places: dict[tuple[str, int], list[AttemptMetrics]] = {}
+    for attempt in attempts:
+        places.setdefault((attempt.role, attempt.run), []).append(attempt)
+    several = len({role for role, _ in places}) > 1
+    found = []
+    for (role, run), own in [*places.items()][-_MAX_PLACES:]:
+        where = [f"in run {run}"] if run else []
+        where += [f"of {one_line(role)}"] if several else []
+        title = " ".join([f"What rank {own[-1].rank} reported", *where])
+        if shown := curves([attempt.points for attempt in own]):
+            found.append((title, shown))
+    return found
+
+
 def _facts(status: JobStatus) -> list[tuple[str, str]]:
-    stated = [(title.rstrip(": "), text) for title, text in facts(status) if title not in _SHOWN_ELSEWHERE]
+    stated = [
+        (title.rstrip(": "), text) for title, text in facts(status, on_page=True) if title not in _SHOWN_ELSEWHERE
+    ]
     dates = (("submitted", status.submitted), ("started", status.started), ("ended", status.ended))
     found = [fact for fact in stated if fact[0].startswith("command")]
-    found += [(title, show_date(when)) for title, when in dates if when is not None]
+    found += [(title, show_when(when, None)) for title, when in dates if when is not None]
     return found + [fact for fact in stated if not fact[0].startswith("command")]
 
 
@@ -125,8 +149,3 @@ def read_stacks(folder: str | None, timeline: Timeline) -> list[tuple[str, str]]
         if found:
             return found
     return []
-
-
-def show_date(seconds: float) -> str:
-    """Return a time as ``2026-11-22 14:30:00 UTC``, in the zone of this machine."""
-    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))

@@ -123,6 +123,9 @@ _MAX_NOT_RUNNING = 3
 _MAX_BREAKPOINTS = 4
 """Ranks that wait in a breakpoint that are shown."""
 
+_MAX_TRENDS = 4
+"""Metrics whose trends are shown."""
+
 _MAX_ALIKE = 8
 """Replicas of a role in the same state that have a line each; more of them share one."""
 
@@ -147,9 +150,14 @@ def state_and_time(status: JobStatus) -> str:
     return status.state + ("" if status.elapsed is None else f" {word} {show_duration(status.elapsed)}")
 
 
-def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
-    """Return what is known of a job beside its state, as titles and texts."""
+def facts(status: JobStatus, now: float | None = None, *, on_page: bool = False) -> list[tuple[str, str]]:
+    """Return what is known of a job beside its state, as titles and texts.
+
+    Args:
+        on_page: whether somebody reads this later, so that times are not relative. Nor are those of an ended job.
+    """
     now = time.time() if now is None else now
+    since = None if on_page or status.has_ended else now
     activity, message = status.activity or (), status.cause or status.message
     failure = status.last_failure if status.last_failure and status.last_failure.message not in message else None
     live = [] if status.live is None else [*_live(status.live, now)]
@@ -166,12 +174,15 @@ def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
     found += [("replicas", line) for line in _replicas(status.replicas or ())]
     found += [("hosts", shape_of(status, " (world size {})")), ("spares", one_line(", ".join(status.spares)))]
     found += [("excluded", exclusion.message) for exclusion in status.excluded]
-    found += [("last failure", _with_age(failure, now)), ("hang", _with_age(status.hang, now))]
+    found += [("last failure", _with_time(failure, since)), ("hang", _with_time(status.hang, since))]
     found += [("silent", status.silent.message)] if status.silent is not None else []
-    found += [("breakpoint", _with_age(waiting, now)) for waiting in status.breakpoints[:_MAX_BREAKPOINTS]]
+    found += [("breakpoint", _with_time(waiting, since)) for waiting in status.breakpoints[:_MAX_BREAKPOINTS]]
     found += [
-        ("last output", f"{show_duration(now - status.last_output)} ago" if status.last_output else ""),
-        ("progress", _progress(activity)),
+        ("last output", show_when(status.last_output, since) if status.last_output else ""),
+        ("progress", _progress(activity) or (f"step {status.step}" if status.step is not None else "")),
+    ]
+    found += [("trend", text) for text in trend_lines(status)]
+    found += [
         ("collectives", _collectives(activity, status.handle)),
         ("each rank", _resource_use(activity)),
         *live,
@@ -207,8 +218,15 @@ def _attempt(status: JobStatus) -> str:
     return "" if status.attempt is None else f"{status.attempt}{allowed}"
 
 
-def _with_age(moment: Moment | None, now: float) -> str:
-    return "" if moment is None else f"{show_duration(now - moment.time)} ago: {moment.message}"
+def _with_time(moment: Moment | None, now: float | None) -> str:
+    return "" if moment is None else f"{show_when(moment.time, now)}: {moment.message}"
+
+
+def show_when(seconds: float, now: float | None) -> str:
+    """Return how long ago a time was; with ``now`` as None, the time as ``2026-11-22 14:30:00 UTC``."""
+    if now is not None:
+        return f"{show_duration(now - seconds)} ago"
+    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
 
 
 def _collectives(ranks: Sequence[RankView], handle: str) -> str:
@@ -255,6 +273,13 @@ def _progress(ranks: Sequence[RankView]) -> str:
         parts.append(f"checkpoint of step {progress.checkpoint}")
     parts += [f"{name} {value:.4g}" for name, value in progress.metrics.items()]
     return one_line(", ".join(parts), 200)
+
+
+def trend_lines(status: JobStatus) -> list[str]:
+    """Return a line for each metric that a rank has reported, with how it has changed."""
+    shown = [metric for metric in status.metrics if metric.trend]
+    width = max((len(metric.name) for metric in shown[:_MAX_TRENDS]), default=0)
+    return [f"{one_line(m.name).ljust(width)} {m.trend} {m.last:.4g}" for m in shown[:_MAX_TRENDS]]
 
 
 def _from_to(values: Sequence[float], form: str) -> str:

@@ -31,8 +31,8 @@ from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.ls import read_jobs
-from torchx_monarch.cli.report import page_of, show_date
-from torchx_monarch.cli.status import shape_of
+from torchx_monarch.cli.report import page_of
+from torchx_monarch.cli.status import shape_of, show_when
 from torchx_monarch.insight.report_page import templates
 from torchx_monarch.schedulers.recorded_apps import recorded_apps
 from torchx_monarch.system.untrusted_text import one_line, printable
@@ -287,7 +287,7 @@ def _templates() -> Environment:
     environment = templates()
     environment.filters["line"] = one_line
     environment.filters["shape"] = shape_of
-    environment.filters["date"] = lambda seconds: show_date(seconds) if seconds else ""
+    environment.filters["date"] = lambda seconds: show_when(seconds, None) if seconds else ""
     return environment
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torchx.runner import Runner
 
     from torchx_monarch.client.result import RunInfo
+    from torchx_monarch.schedulers.job_metrics import AttemptMetrics
 
 T = TypeVar("T")
 
@@ -188,6 +189,20 @@ class Hosts:
         scheduler_name, _, app_id = parse_app_handle(self.handle)
         app = scheduler_of(self.runner, scheduler_name).apps.read(app_id)
         return [role.spec.name for role in app[0].roles if role.spec.workload] if app is not None else []
+
+    def metrics(self, rank: int | None) -> list[AttemptMetrics]:
+        """Return what a rank of the app has reported over time, as its scheduler and its logs on this machine tell."""
+        from torchx.specs import parse_app_handle
+
+        from torchx_monarch.schedulers.job_metrics import read_metrics
+        from torchx_monarch.schedulers.job_status import log_folder, timeline_of
+        from torchx_monarch.schedulers.monarch import scheduler_of
+
+        scheduler_name, _, app_id = parse_app_handle(self.handle)
+        found = scheduler_of(self.runner, scheduler_name).apps.read(app_id)
+        if found is None:
+            raise UnknownAppError(f"{self.handle} is not known")
+        return read_metrics(log_folder(found[0])[0], timeline_of(*found, time.time()), rank)
 
     def release(self) -> None:
         """Cancel the app through its scheduler; does nothing if the app has ended."""

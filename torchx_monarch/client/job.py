@@ -147,6 +147,18 @@ class SPMDJob(AttachedJob):
         """Return the state of the allocation, from its hosts or, if they cannot be reached, from its scheduler."""
         return self._role_hosts.status()
 
+    def metrics(self, rank: int | None = None) -> list[dict[str, Any]]:
+        """Return what a rank has reported over time (``torchx_monarch.progress``), in each attempt of each run.
+
+        Args:
+            rank: the rank; None for the first of each attempt that has reported something.
+
+        Returns:
+            For each attempt ``role``, ``run``, ``attempt``, ``rank`` and ``points``, as ``torchx monarch metrics
+            --json`` prints them. Empty without reports, and if this machine does not see the job's logs.
+        """
+        return [attempt.to_json() for attempt in self._role_hosts.metrics(rank)]
+
     def wait_ready(
         self,
         timeout: float | None = START_TIMEOUT,

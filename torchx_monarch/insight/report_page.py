@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from torchx_monarch.insight.metrics import Point, with_speed
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.insight.timeline import PHASES, Moment, Span, Timeline
 
@@ -36,7 +37,7 @@ def render(page: Mapping[str, object], job: Span) -> str:
     environment.filters["percent"] = lambda seconds: round(100 * seconds / whole, 3)
     environment.filters["clock"] = _clock
     environment.filters["style"] = _style
-    return environment.get_template("report.html").render(page=page, job=job, styles=_STYLES)
+    return environment.get_template("report.html").render(page=page, job=job, styles=_STYLES, curve_size=CURVE_SIZE)
 
 
 def templates() -> Environment:
@@ -46,6 +47,7 @@ def templates() -> Environment:
         loader=files, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["duration"] = show_duration
+    environment.filters["value"] = lambda value: f"{value:.4g}"
     return environment
 
 
@@ -113,6 +115,72 @@ def shares(timeline: Timeline, role: str) -> list[Share]:
     return [
         Share(name, PHASES[name], duration, 100 * duration / whole) for name, duration in seconds.items() if duration
     ]
+
+
+# -- curves ------------------------------------------------------------------------------------------------------------
+
+CURVE_SIZE = 1000, 120
+"""Width and height of the picture of a curve, in its own units."""
+
+_MAX_CURVES = 8
+
+
+class Curve(NamedTuple):
+    """A metric over the steps of a job.
+
+    Attributes:
+        low, high: the limits of the picture, the smallest and the largest value.
+        lines: the last values of each attempt, as points of a polyline.
+        bands: between the smallest and the largest values that a point stands for, as points of a polygon.
+        starts: where attempts after the first begin.
+    """
+
+    name: str
+    first_step: int
+    last_step: int
+    low: float
+    high: float
+    last: float
+    lines: Sequence[str]
+    bands: Sequence[str]
+    starts: Sequence[float]
+
+
+def curves(attempts: Sequence[Sequence[Point]]) -> list[Curve]:
+    """Return the curves of what the attempts of a role or run have reported, and of their steps per second."""
+    timed = [with_speed(points) for points in attempts]
+    names = list(dict.fromkeys(name for points in timed for point in points for name in point.metrics))
+    return [curve for name in names[:_MAX_CURVES] if (curve := _curve(name, timed)) is not None]
+
+
+def _curve(name: str, attempts: Sequence[Sequence[Point]]) -> Curve | None:
+    having = [[point for point in points if name in point.metrics] for points in attempts]
+    having = [points for points in having if points]
+    every = [point for points in having for point in points]
+    if len(every) < 2:
+        return None
+    low, high = min(point.metrics[name][0] for point in every), max(point.metrics[name][1] for point in every)
+    first, last = min(point.step for point in every), max(point.step for point in every)
+    width, height = CURVE_SIZE
+
+    def across(point: Point) -> float:
+        return round(width * (point.step - first) / ((last - first) or 1), 1)
+
+    def points_of(points: Sequence[Point], which: int) -> list[str]:
+        downs = (height * (high - point.metrics[name][which]) / ((high - low) or 1.0) for point in points)
+        return [f"{across(point)},{down:.1f}" for point, down in zip(points, downs, strict=True)]
+
+    return Curve(
+        name=name,
+        first_step=first,
+        last_step=last,
+        low=low,
+        high=high,
+        last=every[-1].metrics[name][2],
+        lines=[" ".join(points_of(points, 2)) for points in having],
+        bands=[" ".join(points_of(points, 0) + points_of(points, 1)[::-1]) for points in having],
+        starts=[across(points[0]) for points in having[1:]],
+    )
 
 
 def _style(phase: str) -> str:

@@ -3,7 +3,8 @@
 
 The file lies beside the error file of the rank: ``attempt_N/RANK/progress``. The host makes it before the rank starts.
 It has at most ``SIZE`` bytes: ``HEAD`` with the length and the checksum of what follows, a JSON object with the fields
-of ``rank_sample.Progress``. Standard library only: every rank imports it.
+of ``rank_sample.Progress``. Another file has what was reported before (``insight.metrics``). Standard library only:
+every rank imports it.
 """
 
 from __future__ import annotations
@@ -17,17 +18,14 @@ import struct
 import time
 from typing import Any
 
+from torchx_monarch.insight.metrics import MAX_METRICS, MAX_NAME, MetricsFile
+
 NAME = "progress"
 """Name of the file."""
 
 HEAD = struct.Struct("!II")
 
 SIZE = 1 << 14
-
-MAX_METRICS = 16
-
-MAX_NAME = 64
-"""Characters of the name of a metric."""
 
 MAX_STEP = 1 << 53
 """Steps are less than this, which every reader of JSON represents exactly."""
@@ -77,6 +75,7 @@ _file: int | None = None
 
 _first: tuple[int, float] = (0, 0.0)
 _checkpoint: int | None = None
+_metrics: MetricsFile | None = None
 
 
 def _open() -> int:
@@ -91,12 +90,16 @@ def _open() -> int:
 
 
 def _report(step: int, total: int | None, checkpoint: int | None, metrics: dict[str, float]) -> None:
-    global _file, _first, _checkpoint
+    global _file, _first, _checkpoint, _metrics
     now = time.time()
     if _file is None:
         _file, _first = _open(), (step, now)
+        if _file >= 0:
+            _metrics = MetricsFile(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]))
     if checkpoint is not None:
         _checkpoint = checkpoint
+    if _metrics is not None:
+        _metrics.add(step, now, metrics)
     if _file < 0:
         return
     shown = {

@@ -67,6 +67,15 @@ class LiveState:
 
 
 @dataclass(frozen=True)
+class MetricTrend:
+    """A metric that a rank has reported, with the fields of ``metrics`` in docs/reference/json.md."""
+
+    name: str
+    last: float
+    trend: str
+
+
+@dataclass(frozen=True)
 class JobStatus:
     """What is known of a job, with the fields that docs/reference/json.md describes.
 
@@ -110,6 +119,8 @@ class JobStatus:
     roles: Sequence[RoleCommand] = field(default_factory=tuple)
     live: LiveState | None = None
     activity: Sequence[RankView] | None = None
+    step: int | None = None
+    metrics: Sequence[MetricTrend] = ()
 
     @property
     def has_ended(self) -> bool:
@@ -172,7 +183,7 @@ def build(
     ended, started = _ended(app, status) if status.state.is_terminal else None, _started(app)
     since = started or app.created or None
     shown = _present_role(timeline, app)
-    (log_folder, logs), result = _log_folder(app), HostResult.from_text(status.error)
+    (folder, logs), result = log_folder(app), HostResult.from_text(status.error)
     attempt = shown.attempt if shown is not None and shown.ranks is not None else None  # a command has none
     return JobStatus(
         handle=handle,
@@ -211,7 +222,7 @@ def build(
         last_failure=max((role.failure for role in timeline.roles if role.failure), key=lambda m: m.time, default=None),
         hang=None if status.state is State.SUCCEEDED else timeline.hang,
         breakpoints=[place for role in timeline.roles if ended is None for place in role.breakpoints.values()],
-        log_folder=log_folder or None,
+        log_folder=folder or None,
         roles=[
             RoleCommand(one_line(role.name), role.num_replicas, one_line(shlex.join([role.entrypoint, *role.args])))
             for role in roles
@@ -251,7 +262,7 @@ def _hint(timeline: Timeline) -> str:
     return f"ranks took {seconds:.1f} s or more until their process group had formed; {shared}"
 
 
-def _log_folder(app: AppSnapshot) -> tuple[str, str]:
+def log_folder(app: AppSnapshot) -> tuple[str, str]:
     """Return the folder of an app's logs, empty if this machine does not have it, or where a browser shows the app."""
     url = urlsplit(app.ui_url)
     folder = local_path(unquote(url.path) + "/logs") if url.scheme == "file" else ""

@@ -17,8 +17,9 @@ from typing import Any
 
 from torchx_monarch.host.ranks import flight_recorders
 from torchx_monarch.host.ranks.rank_process import Rank
+from torchx_monarch.insight.metrics import MAX_METRICS, MAX_NAME
 from torchx_monarch.insight.rank_sample import DeviceUse, GroupStatus, Progress, RankSample
-from torchx_monarch.insight.step_progress import HEAD, MAX_METRICS, MAX_NAME, MAX_STEP, NAME, SIZE
+from torchx_monarch.insight.step_progress import HEAD, MAX_STEP, NAME, SIZE
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.system import process_status, processes, safe_files
 from torchx_monarch.system.console import WriterThread

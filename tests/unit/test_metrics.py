@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The metrics that a rank reports over time: what is kept of them, and what a reader accepts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchx_monarch.insight import metrics
+from torchx_monarch.insight.metrics import NAME, MetricsFile, Point, read_points, sparkline
+
+VALUES = st.dictionaries(st.sampled_from(["loss", "lr"]), st.floats(-1e9, 1e9), max_size=2)
+
+
+@given(st.lists(VALUES, max_size=200))
+@settings(deadline=None)
+def test_no_extreme_and_no_last_value_is_lost(
+    tmp_path_factory: pytest.TempPathFactory, reported: list[dict[str, float]]
+) -> None:
+    folder = tmp_path_factory.mktemp("rank")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(metrics, "MAX_POINTS", 8)
+        file = MetricsFile(str(folder))
+        for step, values in enumerate(reported):
+            file.add(step, 100.0 + step, values)
+            points = read_points(str(folder))  # as they are after each call
+            assert len(points) <= 8
+            assert (points[-1].step, points[-1].time, sum(point.calls for point in points)) == (
+                step,
+                100.0 + step,
+                step + 1,
+            )
+            for name in ("loss", "lr"):
+                before = [value[name] for value in reported[: step + 1] if name in value]
+                kept = [point.metrics[name] for point in points if name in point.metrics]
+                assert bool(before) == bool(kept)
+                if before:
+                    assert min(low for low, _, _ in kept) == min(before)
+                    assert max(high for _, high, _ in kept) == max(before)
+                    assert kept[-1][2] == before[-1]
+        file.close()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"[1, 2.0, 1, {}",
+        b"{}",
+        b'[1, 2.0, 1, {"loss": [1, 2]}]',
+        b'[1, 2.0, 1, {"loss": [1, 2, null]}]',
+        b'["1", 2.0, 1, {}]',
+        b"[1, 2.0, 1, []]",
+        b"[" * 10000,
+    ],
+)
+def test_what_is_no_point_is_left_out(tmp_path: Path, line: bytes) -> None:
+    good = Point(3, 5.0, 1, {"a": (1.0, 2.0, 1.5)})
+    (tmp_path / NAME).write_bytes(line + b"\n" + good.line() + b"   \n")
+    assert read_points(str(tmp_path)) == [good]
+
+
+def test_a_hostile_file(tmp_path: Path) -> None:
+    assert read_points(str(tmp_path)) == []
+    (tmp_path / NAME).write_text(json.dumps([1, 2.0, 1, {"\x1b[31m" + "x" * 99: [1, 1, 1]}]))
+    ((name, _),) = read_points(str(tmp_path))[0].metrics.items()
+    assert "\x1b" not in name and len(name) < 99
+    (tmp_path / NAME).unlink()
+    (tmp_path / NAME).symlink_to("/etc/passwd")
+    assert read_points(str(tmp_path)) == []
+    MetricsFile(str(tmp_path)).add(1, 2.0, {})  # refuses to write through the link
+    assert (tmp_path / NAME).is_symlink()
+
+
+def test_sparkline() -> None:
+    assert sparkline([1.0], 8) == ""
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([5.0, 5.0], 8) == "▁▁"
+    assert len(sparkline([float(k) for k in range(100)], 24)) == 24

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The metrics of a job over all its attempts, restarts and runs, from the files that its ranks have written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchx_monarch.backends.core.state_files import path_name
+from torchx_monarch.insight.metrics import NAME, Point, read_points, sparkline, with_speed
+from torchx_monarch.insight.timeline import Timeline
+from torchx_monarch.schedulers.job_status import MetricTrend
+
+_TREND = 24
+"""Characters of a trend."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttemptMetrics:
+    """What one rank has reported in one attempt.
+
+    Attributes:
+        run: the number of the run of an allocation; 0 for a job that has no runs.
+        attempt: the number of the attempt, from 1.
+    """
+
+    role: str
+    run: int
+    attempt: int
+    rank: int
+    points: Sequence[Point]
+
+    def only(self, names: Collection[str]) -> AttemptMetrics:
+        """Return the same with metrics of these names alone."""
+        points = [
+            point._replace(metrics={name: point.metrics[name] for name in names if name in point.metrics})
+            for point in self.points
+        ]
+        return dataclasses.replace(self, points=points)
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("min", "max", "last")
+        points = [
+            {
+                **point._asdict(),
+                "metrics": {name: dict(zip(names, values, strict=True)) for name, values in point.metrics.items()},
+            }
+            for point in self.points
+        ]
+        return {**dataclasses.asdict(self), "points": points}
+
+
+def trends(attempts: Sequence[AttemptMetrics]) -> list[MetricTrend]:
+    """Return how the metrics of the last role or run have changed in all its attempts, and the speed of its steps."""
+    own = [attempt for attempt in attempts if (attempt.role, attempt.run) == (attempts[-1].role, attempts[-1].run)]
+    points = [point for attempt in own for point in with_speed(attempt.points)]
+    series: dict[str, list[float]] = {}
+    for point in points:
+        for name, (_, _, last) in point.metrics.items():
+            series.setdefault(name, []).append(last)
+    return [MetricTrend(name, values[-1], sparkline(values, _TREND)) for name, values in series.items()]
+
+
+def read_metrics(folder: str | None, timeline: Timeline, rank: int | None = None) -> list[AttemptMetrics]:
+    """Return what a rank has reported in each attempt, in the order of time.
+
+    Args:
+        folder: the folder of the job's logs; None if this machine does not have it: then nothing is known.
+        rank: the rank; None for the first rank of each role and attempt that has reported something.
+    """
+    found = []
+    for attempt in timeline.spans_of("attempt") if folder else ():
+        pattern = f"{path_name(attempt.role)}/*/{timeline.attempt_folder(attempt)}/*/{NAME}"
+        paths = {
+            int(path.parent.name): path for path in Path(folder or "").glob(pattern) if path.parent.name.isdecimal()
+        }
+        for number in sorted(paths) if rank is None else {rank} & paths.keys():
+            if points := read_points(str(paths[number].parent), below=folder):
+                around = attempt.parent
+                run = around.number if around is not None and around.kind == "run" else 0
+                found.append(AttemptMetrics(attempt.role, run, attempt.number, number, points))
+                break
+    return found
