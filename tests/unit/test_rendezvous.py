@@ -50,6 +50,14 @@ def test_a_result_before_all_have_come_is_told_to_those_that_come(
     asyncio.run(main())
 
 
+def test_a_replica_0_that_may_open_too_few_files_for_its_hosts_ends_at_once(address: Address) -> None:
+    async def main() -> None:
+        await Rendezvous(HostNetwork(address, HostSpec(replicas=1_000_000_000))).start()
+
+    with pytest.raises(RendezvousError, match=r"each of 1000000000 hosts, and its machine allows it \d+ open files"):
+        asyncio.run(main())
+
+
 def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: Address) -> None:
     """A container is, by dockerd: were it told the result, it would fail, and use up its restarts for nothing."""
 

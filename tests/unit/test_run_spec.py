@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 
 from torchx_monarch.command.command import Command, parse
+from torchx_monarch.controller.host_messages import LaunchRanks, decode_request, encode_request
 from torchx_monarch.host.ranks.run_spec import RunSpec, rank_environment
 from torchx_monarch.model.env_names import keep_monarch_log_private
-from torchx_monarch.model.world import World
+from torchx_monarch.model.world import HostPlace, HostRange, World
+from torchx_monarch.transport import messages
 
 BARE = [sys.executable, "-I", "-S"]
 OURS = [sys.executable, "-u"]
 
 DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-WORLD = World(0, 0, 0, (0,), (2,), "h", 1, True, "r")
+WORLD = World(0, 0, 0, (HostRange(0, 1, 2),), "h", 1, True, "r")
 
 
 def command(*words: str) -> Command:
@@ -124,3 +126,19 @@ def test_an_interpreter_is_looked_for_on_the_path_of_the_role(python: str, reaso
     parsed = parse(["torchrun", "x.py"], {"PYTHON_EXEC": python})
     assert parsed is not None
     assert RunSpec(parsed, {"PATH": "/usr/bin:/bin"}, ()).why_no_python() == reason
+
+
+def test_hosts_get_a_short_description_of_a_world_of_thousands_of_them() -> None:
+    """Replica 0 sends it to each of them, so that its length must not grow with their number."""
+    replicas = [*range(5000), 16384, *range(5001, 16384)]  # a spare host has the place of another one
+    ranks = [8] * 16000 + [4] * 384
+    world = World(0, 0, 0, HostRange.listed(zip(replicas, ranks, strict=True)), "h", 1, True, "r")
+    data = encode_request(1, LaunchRanks(world))
+    assert len(data) < 1000 and decode_request(messages.decode(data)) == LaunchRanks(world)
+    assert (world.size, world.host_count) == (8 * 16000 + 4 * 384, 16384)
+    first = 0
+    for group_rank, (replica, nproc) in enumerate(zip(replicas, ranks, strict=True)):
+        assert world.place(replica) == HostPlace(group_rank, first, nproc)
+        assert world.replica_of(first) == world.replica_of(first + nproc - 1) == replica
+        first += nproc
+    assert rank_environment(world, command("torchrun", "x.py").options, 16384, 3, {}, "")["RANK"] == "40003"

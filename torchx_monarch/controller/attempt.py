@@ -51,7 +51,7 @@ class Attempt:
         shown = [
             {
                 "replica": host.replica,
-                "first_rank": world.first_rank(host.replica),
+                "first_rank": world.place(host.replica).first_rank,
                 "pids": launched[host.replica].pids,
                 "imported": launched[host.replica].imported,
             }

@@ -44,7 +44,7 @@ from torchx_monarch.model.job_result import (
     root_cause,
     shell_code,
 )
-from torchx_monarch.model.world import World
+from torchx_monarch.model.world import HostRange, World
 
 _REPORTED_WITHIN = 0.5
 """Seconds for which the line about a failure waits for the exits of the other ranks, which are being stopped by then.
@@ -151,8 +151,7 @@ class Attempts:
             attempt=self.current.number,
             log_attempt=begun[0].first_log_attempt + self.current.number,
             restart_count=self.current.restart_count,
-            replicas=tuple(host.replica for host in hosts),
-            local_world_sizes=tuple(begun[host.replica].nproc for host in hosts),
+            hosts=HostRange.listed((host.replica, begun[host.replica].nproc) for host in hosts),
             master_addr=store.address,
             master_port=store.port,
             agent_store=store.served,
@@ -258,9 +257,9 @@ class Attempts:
         return cause
 
     def _unknown_exit(self, rank: int, world: World, now: float) -> RankExit:
-        replica = next(replica for replica in reversed(world.replicas) if world.first_rank(replica) <= rank)
+        replica = world.replica_of(rank)
         name = self._hosts.members.attempt[replica].name
-        local_rank = rank - world.first_rank(replica)
+        local_rank = rank - world.place(replica).first_rank
         return RankExit(rank, local_rank, replica, hostname=name, pid=0, code=1, time=now)
 
     # -- decide --------------------------------------------------------------------------------------------------------

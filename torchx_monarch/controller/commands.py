@@ -22,7 +22,7 @@ from torchx_monarch.controller.host_messages import HostError, Launched, LaunchR
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import EARLY_FAILURES_WITHIN, JobResult, RankExit, describe_others, shell_code
-from torchx_monarch.model.world import World
+from torchx_monarch.model.world import HostRange, World
 
 
 class CommandController:
@@ -137,7 +137,9 @@ class CommandController:
         self._attempt.report_start(self._reporter, "commands", self._world(self._launched), hosts, self._launched)
 
     def _world(self, replicas: Collection[int]) -> World:
-        return World(0, 0, 0, tuple(sorted(replicas)), (1,) * len(replicas), "", 0, False, self._spec.app)
+        return World(
+            0, 0, 0, HostRange.listed((replica, 1) for replica in sorted(replicas)), "", 0, False, self._spec.app
+        )
 
     # -- their ends ----------------------------------------------------------------------------------------------------
 

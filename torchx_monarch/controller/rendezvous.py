@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import resource
 import signal
 import socket
 import time
@@ -148,7 +149,13 @@ class Rendezvous:
         self._own_connections = set[asyncio.Task[None]]()  # the event loop holds tasks by weak references only
 
     async def start(self) -> None:
-        """Start to listen; raise ``RendezvousError`` if the process cannot listen on the address."""
+        """Start to listen; raise ``RendezvousError`` if the process cannot, or may not open a file for each host."""
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        if files <= self._min_hosts:
+            raise RendezvousError(
+                f"replica 0 needs a connection to each of {self._min_hosts} hosts, and its machine allows it {files} "
+                "open files: raise the hard limit there (ulimit -Hn)"
+            )
         try:
             network, timeout = self.network, self.network.options.peer_timeout
             self._listener = Listener(
@@ -210,14 +217,12 @@ class Rendezvous:
         self._result = result
         if result.code != 0:
             self.put_off_restarted_hosts()
-        started = time.monotonic()
-        if telling := [asyncio.ensure_future(member.send_result(result)) for member in self.members.connected]:
+        members, end = self.members, time.monotonic() + timeout
+        if telling := [asyncio.ensure_future(member.send_result(result)) for member in members.connected.values()]:
             await asyncio.wait(telling, timeout=timeout)  # in parallel: a host that does not read must not delay others
-        open_for = 0.0 if self.members.has_begun or self._listener is None else _LATECOMERS
-        while (self.members.connected or open_for) and time.monotonic() < started + timeout:
-            await asyncio.sleep(0.005)
-            if not self.members.unseen or time.monotonic() > started + open_for:
-                open_for = 0.0
+        if not members.has_begun and self._listener is not None:
+            await members.until(lambda: not members.unseen, min(_LATECOMERS, timeout))
+        await members.until(lambda: not members.connected, end - time.monotonic())
         if self._listener is not None:
             self._listener.close()
             if not self.network.rendezvous.networked:

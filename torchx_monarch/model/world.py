@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterable
 
@@ -18,15 +17,39 @@ class LaunchError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
+class HostRange:
+    """Hosts of an attempt with consecutive replica ids, in their order, and the same number of ranks each."""
+
+    first: int
+    count: int
+    nproc: int
+
+    @classmethod
+    def listed(cls, hosts: Iterable[tuple[int, int]]) -> tuple[HostRange, ...]:
+        """Return the ranges of hosts, given the replica and the number of ranks of each in the order of their ranks."""
+        runs = itertools.groupby(enumerate(hosts), lambda entry: (entry[1][0] - entry[0], entry[1][1]))
+        ranges = [(key[1], list(entries)) for key, entries in runs]
+        return tuple(cls(entries[0][1][0], len(entries), nproc) for nproc, entries in ranges)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostPlace:
+    """The place of a host in an attempt: its GROUP_RANK, the rank of its local rank 0, and its LOCAL_WORLD_SIZE."""
+
+    group_rank: int
+    first_rank: int
+    nproc: int
+
+
+@dataclasses.dataclass(frozen=True)
 class World:
-    """The ranks of one attempt and the address of their store.
+    """The ranks of one attempt and the address of their store. Each of thousands of hosts gets all of it.
 
     Attributes:
         log_attempt: N of the log folders ``attempt_N``; it keeps counting when the backend restarts the job.
         restart_count: TORCHELASTIC_RESTART_COUNT: the number of earlier attempts, without those that ended because a
             host joined, which torchrun does not count either.
-        replicas: ids of the participating replicas, in order; the position of a replica is its GROUP_RANK.
-        local_world_sizes: number of ranks of each of these replicas.
+        hosts: the participating replicas in order; the position of a replica is its GROUP_RANK.
         restarts_used: how many of torchrun's ``--max-restarts`` the run has used.
         agent_store: whether a TCPStore already listens there (else rank 0's program serves it).
     """
@@ -34,8 +57,7 @@ class World:
     attempt: int
     log_attempt: int
     restart_count: int
-    replicas: tuple[int, ...]
-    local_world_sizes: tuple[int, ...]
+    hosts: tuple[HostRange, ...]
     master_addr: str
     master_port: int
     agent_store: bool
@@ -44,19 +66,30 @@ class World:
 
     @property
     def size(self) -> int:
-        return sum(self.local_world_sizes)
+        return sum(hosts.count * hosts.nproc for hosts in self.hosts)
 
-    def first_rank(self, replica: int) -> int:
-        """Return the global rank of a replica's local rank 0: ranks are numbered replica by replica."""
-        return self._first_ranks[replica]
+    @property
+    def host_count(self) -> int:
+        """GROUP_WORLD_SIZE."""
+        return sum(hosts.count for hosts in self.hosts)
 
-    @functools.cached_property
-    def _first_ranks(self) -> dict[int, int]:
-        return dict(zip(self.replicas, itertools.accumulate(self.local_world_sizes, initial=0), strict=False))
+    def place(self, replica: int) -> HostPlace:
+        """Return the place of a replica that takes part; ``KeyError`` for another one."""
+        group_rank = rank = 0
+        for hosts in self.hosts:
+            offset = replica - hosts.first
+            if 0 <= offset < hosts.count:
+                return HostPlace(group_rank + offset, rank + offset * hosts.nproc, hosts.nproc)
+            group_rank, rank = group_rank + hosts.count, rank + hosts.count * hosts.nproc
+        raise KeyError(replica)
 
-    def group_rank(self, replica: int) -> int:
-        """Return the GROUP_RANK of a replica: its position among the participating replicas."""
-        return self.replicas.index(replica)
+    def replica_of(self, rank: int) -> int:
+        """Return the replica that runs a rank."""
+        for hosts in self.hosts:
+            if rank < hosts.count * hosts.nproc:
+                return hosts.first + rank // hosts.nproc
+            rank -= hosts.count * hosts.nproc
+        raise KeyError(rank)
 
 
 def consecutive(numbers: Iterable[int]) -> list[list[int]]:

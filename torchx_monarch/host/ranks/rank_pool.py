@@ -153,7 +153,7 @@ class RankPool(ProcessPool):
         """Return the ranks of an attempt, with their folders and the destinations of their output."""
         ranks = []
         for local_rank in range(self.starter.count):
-            number = world.first_rank(self._replica) + local_rank
+            number = world.place(self._replica).first_rank + local_rank
             rank = Rank(number, local_rank, self._on_first_output, world.attempt)
             unstarted.callback(rank.discard)
             rank.directory = self._logs.attach(rank.stdout, rank.stderr, world.log_attempt, number, local_rank)

@@ -217,16 +217,17 @@ def rank_environment(
     Raises:
         ValueError: with ``--virtual-local-rank`` there are fewer visible devices than ranks, as in torchrun.
     """
-    rank = world.first_rank(replica) + local_rank
+    place = world.place(replica)
+    rank = place.first_rank + local_rank
     env = {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
-        "GROUP_RANK": str(world.group_rank(replica)),
+        "GROUP_RANK": str(place.group_rank),
         "ROLE_RANK": str(rank),
         "ROLE_NAME": options.role,
         "WORLD_SIZE": str(world.size),
-        "LOCAL_WORLD_SIZE": str(world.local_world_sizes[world.group_rank(replica)]),
-        "GROUP_WORLD_SIZE": str(len(world.local_world_sizes)),
+        "LOCAL_WORLD_SIZE": str(place.nproc),
+        "GROUP_WORLD_SIZE": str(world.host_count),
         "ROLE_WORLD_SIZE": str(world.size),
         "MASTER_ADDR": world.master_addr,
         "MASTER_PORT": str(world.master_port),
