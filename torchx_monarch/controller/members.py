@@ -61,6 +61,7 @@ class Members:
 
     Attributes:
         counts: the number of hosts in each state.
+        connected: the hosts, but for replica 0's own, whose channel has not ended, by replica.
         attempt: the hosts of the present attempt, by replica, in the order of their node ranks; empty before the first.
         formation: how often these hosts have changed.
         has_begun: whether all hosts that the first attempt needs have been in it.
@@ -78,6 +79,7 @@ class Members:
         self.on_lost: Callable[[int], None] = lambda replica: None
         self._replicas = replicas
         self._members: dict[int, Member] = {}
+        self.connected: dict[int, Member] = {}
         self._idle: dict[int, Registration] = {}
         self.counts = Counter[MemberState]()
         self._machines = Counter[str]()
@@ -89,6 +91,8 @@ class Members:
         if last := self.get(member.host.replica):
             self.set_state(last, MemberState.LOST)
         self._members[member.host.replica] = member
+        if member.channel is not None:
+            self.connected[member.host.replica] = member
         self._count(member, 1)
 
     def set_state(self, member: Member, state: MemberState) -> None:
@@ -97,6 +101,7 @@ class Members:
         self._count(member, 1)
         if state is MemberState.LOST:
             member.channel = None
+            self.connected.pop(member.host.replica, None)
             self.on_lost(member.host.replica)
 
     def _count(self, member: Member, step: int) -> None:
@@ -155,11 +160,6 @@ class Members:
         return f"{name} (replica {host.replica})" if others else name
 
     # -- all hosts -----------------------------------------------------------------------------------------------------
-
-    @property
-    def connected(self) -> list[Member]:
-        """The hosts, but for replica 0's own, whose channel has not ended."""
-        return [member for member in self._members.values() if member.channel is not None]
 
     @property
     def able(self) -> list[Registration]:

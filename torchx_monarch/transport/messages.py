@@ -77,7 +77,7 @@ async def receive(reader: asyncio.StreamReader, timeout: float | None = None) ->
 
 async def _receive(reading: Coroutine[Any, Any, bytes], timeout: float | None) -> Message | None:
     try:
-        line = await asyncio.wait_for(reading, timeout)
+        line = await (reading if timeout is None else asyncio.wait_for(reading, timeout))
     except asyncio.IncompleteReadError:
         return None
     except ValueError:
