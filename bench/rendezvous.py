@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The rendezvous of many hosts over mutual TLS: ``python bench/rendezvous.py [--hosts N ...] [--rounds N]``.
+"""A job of many hosts over mutual TLS: ``python bench/rendezvous.py [--hosts N ...] [--rounds N]``.
 
-Replica 0's end, the real server, has a process of its own; the other hosts are simulated in this one, with one
-certificate of the job's authority. So two cores do the work of N machines. Real hosts answer within milliseconds, each
-for itself, and wait in the kernel's queue until replica 0 takes them; this one process could not answer for thousands
-in time, so that only ``--at-once`` of them connect at a time. What only thousands of hosts in one process cost is left
-out of their time: its garbage collector is off, as each real host has next to nothing to collect, and they begin to
-watch replica 0's lease, each with a timer every second, when all are registered. What the columns say, as medians over
-the rounds:
+Replica 0, the real controller of an elastic job with its server, has a process of its own. The other hosts, of one
+rank each, are simulated in this process, with one certificate of the job's authority, and answer its requests at once.
+So two cores do the work of N machines. Real hosts wait in the kernel's queue until replica 0 takes them; this one
+process could not answer for thousands in time, so that only ``--at-once`` of them connect at a time. What only
+thousands of hosts in one process cost is left out: its garbage collector is off, and one timer sends the heartbeats of
+all. The columns, medians over the rounds, are seconds, and in brackets seconds of processor time of replica 0:
 
-    registered   seconds from the start of the first connection until the last host knows that it is registered
-    per host     that divided by the number of hosts, in milliseconds
-    growth       per host, divided by that of the smallest number of hosts that is 64 or more; 1 is linear
-    server CPU   seconds of CPU that replica 0 used for it
-    hosts CPU    the same of all simulated hosts together
+    registered   from the start of the first connection until replica 0 has all hosts
+    start        from then until all ranks have started
+    restart      from the loss of a host until all ranks of the others have ended and started again
+    end          from the end of the ranks until the last host knows the result of the job, and has left
+    total        of these
+    growth       processor time of replica 0 per host, divided by that of the smallest number of hosts; 1 is linear
+    hosts        processor time of all simulated hosts together
     retries      how often one of them was sent away or lost its patience, and tried again
-    attempt      seconds of CPU in which replica 0 forms an elastic attempt of all hosts and looks for newcomers
-    KiB a host   memory of replica 0 for each registered host
-    alive        CPU that signs of life cost replica 0, in percent of a core (each host sends one every 15 s)
-    result       seconds from the result until the last host knows it
+    MiB          memory of replica 0 for its hosts when all ranks have started
+    alive        processor time that heartbeats cost replica 0, in percent of a core (each host sends one every 15 s)
 
 Apart from that: the seconds in which a host makes its certificate, which every real one does for itself.
 """
@@ -37,26 +36,42 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from unittest.mock import AsyncMock
+from typing import Any
 
+from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange
+from torchx_monarch.controller.hang_watch import HangWatch
+from torchx_monarch.controller.host_messages import (
+    BeginRun,
+    Launched,
+    LaunchRanks,
+    OpenStore,
+    Request,
+    RunBegun,
+    StopRanks,
+    StoreOpened,
+    WatchRanks,
+)
 from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system.console import Console
 from torchx_monarch.system.processes import raise_file_limit
 from torchx_monarch.transport import credentials
+from torchx_monarch.transport.channel import Channel
 from torchx_monarch.transport.connections import Address, ConnectError, Identity
+from torchx_monarch.transport.lease import Leases
 
-TIMEOUT = 60.0
+TIMEOUT = 300.0
 NAME = "127.0.0.1"
+PHASES = ("registered", "start", "restart", "end")
 
 
 class BenchError(Exception):
@@ -65,27 +80,21 @@ class BenchError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """What replica 0 has measured; times are of the monotonic clock, which all processes of a machine share."""
+    """What replica 0 has measured: the seconds, and those of processor time, of each phase; units as in the table."""
 
-    cpu: float
-    attempt: float
+    wall: dict[str, float]
+    cpu: dict[str, float]
     memory: float
     alive: float
-    announced: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
     """One round; units as in the table."""
 
-    registered: float
-    server_cpu: float
+    server: Server
     hosts_cpu: float
     retries: int
-    attempt: float
-    memory: float
-    alive: float
-    result: float
 
 
 def free_port() -> int:
@@ -100,6 +109,71 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+class SimulatedHost:
+    """The answers of a host with one rank, which runs until ``ended`` is set."""
+
+    def __init__(self, replica: int, ended: asyncio.Event) -> None:
+        self.replica, self.ended, self.rank = replica, ended, 0
+
+    async def handle(self, request: Request[Any]) -> Any:
+        """Execute a request of the controller."""
+        match request:
+            case BeginRun():
+                return RunBegun(1, "bench", 0, 1.0)
+            case OpenStore():
+                return StoreOpened(NAME, 29500, True)
+            case LaunchRanks():
+                self.rank = request.world.place(self.replica).first_rank
+                return Launched((4711,), facts={"python": "3.11.7", "torch": "2.13.0"})
+            case WatchRanks():
+                await self.ended.wait()
+                return [self._exit(0, None)]
+            case StopRanks():
+                return [self._exit(-request.signal, time.time())]
+        raise BenchError(f"no simulated host answers {request}")
+
+    def _exit(self, code: int, stopped_at: float | None) -> RankExit:
+        return RankExit(self.rank, 0, self.replica, "bench", 4711, code, time.time(), stopped_at)
+
+
+class Phases(SimulatedHost):
+    """The host of replica 0, whose requests show when a phase ends."""
+
+    def __init__(self, pipe: Connection, replicas: int, alive: float) -> None:
+        super().__init__(0, asyncio.Event())
+        self.wall, self.cpu = dict[str, float](), dict[str, float]()
+        self.memory, self.alive = float(resident()), 0.0
+        self._pipe, self._seconds = pipe, alive
+        self._since = time.monotonic(), time.process_time()
+
+    def begin(self) -> None:
+        self._since = time.monotonic(), time.process_time()
+
+    def end(self, phase: str) -> None:
+        started, cpu = self._since
+        self.wall[phase], self.cpu[phase] = time.monotonic() - started, time.process_time() - cpu
+        self.begin()
+
+    async def handle(self, request: Request[Any]) -> Any:
+        """Execute a request of the controller, and measure."""
+        if isinstance(request, BeginRun) and "start" not in self.wall:
+            self.end("registered")
+        if isinstance(request, StopRanks):
+            self.begin()
+        if isinstance(request, WatchRanks):
+            if "start" not in self.wall:
+                self.end("start")
+                self.memory = (resident() - self.memory) / (1 << 20)
+                await asyncio.sleep(self._seconds)
+                self.alive = 100 * (time.process_time() - self._since[1]) / self._seconds
+                self._pipe.send("leave")  # one of them; this request is repeated in the next attempt
+            else:
+                self.end("restart")
+                self._pipe.send("end")
+                self.ended.set()
+        return await super().handle(request)
+
+
 def serve(pipe: Connection, address: Address, identity: Identity, replicas: int, alive: float) -> None:
     """The process of replica 0: says ``None`` when it listens, and at the end what it has measured."""
     raise_file_limit()
@@ -108,48 +182,62 @@ def serve(pipe: Connection, address: Address, identity: Identity, replicas: int,
 
 
 async def _serve(pipe: Connection, address: Address, identity: Identity, replicas: int, alive: float) -> Server:
-    rendezvous = Rendezvous(HostNetwork(address, HostSpec(replicas=replicas), bind=NAME, identity=identity))
+    spec = HostSpec(replicas=replicas, min_replicas=2, host_timeout=TIMEOUT, hang_after=0.0)
+    rendezvous = Rendezvous(HostNetwork(address, spec, bind=NAME, identity=identity), min_hosts=2)
+    phases = Phases(pipe, replicas, alive)
+    sizes = NodeRange(2, replicas, TIMEOUT, last_call=TIMEOUT)
+    reporter = Reporter(Console(os.open(os.devnull, os.O_WRONLY)), None, "bench")
+    job_hosts = JobHosts(rendezvous, sizes, reporter, phases.handle)
+    gatherer = HostGatherer(sizes, rendezvous.members, reporter, HostFailures(3))
+    controller = Controller(job_hosts, gatherer, HangWatch(job_hosts))
     await rendezvous.start()
     rendezvous.register(Registration(0, "bench", os.getpid()))
     pipe.send(None)
-    cpu, memory = time.process_time(), resident()
-    await asyncio.wait_for(rendezvous.members.until(lambda: rendezvous.members.able_count == replicas), TIMEOUT)
-    cpu, memory = time.process_time() - cpu, resident() - memory
-    sizes = NodeRange(2, replicas, TIMEOUT)
-    reporter = Reporter(Console(os.open(os.devnull, os.O_WRONLY)), None, "bench")
-    gatherer = HostGatherer(sizes, rendezvous.members, reporter, HostFailures(3))
-    before = time.process_time()
-    await gatherer.gather(0.0)
-    if gatherer.newcomers():
-        raise BenchError(f"{replicas} hosts: not all of them take part")
-    attempt = time.process_time() - before
-    before = time.process_time()
-    await asyncio.sleep(alive)
-    share = 100 * (time.process_time() - before) / alive
-    announced = time.monotonic()
-    await rendezvous.announce(JobResult(0, "the end of the benchmark"), TIMEOUT)
-    return Server(cpu, attempt, memory / 1024 / replicas, share, announced)
+    phases.begin()
+    result = await controller.run()
+    if result.code:
+        raise BenchError(f"{replicas} hosts: {result.reason}")
+    await rendezvous.announce(result, TIMEOUT)
+    if rendezvous.members.connected:
+        raise BenchError(f"{replicas} hosts: not all of them have left")
+    phases.end("end")
+    return Server(phases.wall, phases.cpu, phases.memory, phases.alive)
 
 
-async def hosts(address: Address, identity: Identity, replicas: int, at_once: int) -> tuple[float, float, float, int]:
-    """All other hosts, from their first try to connect to the result.
+class SharedLeases(Leases):
+    """The leases of all simulated hosts, with one timer."""
 
-    Returns:
-        seconds and seconds of CPU until all were registered, when the last of them knew the result, failed tries.
+    def start(self) -> None:
+        if self._watching is None:
+            super().start()
+
+    def stop(self) -> None:
+        pass
+
+
+async def hosts(pipe: Connection, address: Address, identity: Identity, replicas: int, at_once: int) -> int:
+    """All other hosts, from their first try to connect to the result; returns the number of tries that failed.
 
     Raises:
         BenchError: one could not register, or lost replica 0.
     """
-    started, cpu = time.monotonic(), time.process_time()
-    registered: list[tuple[float, float]] = []
     failures: dict[str, int] = {}
 
     def failed(error: ConnectError) -> None:
         failures[str(error)] = failures.get(str(error), 0) + 1
 
-    connecting, all_registered = asyncio.Semaphore(at_once), asyncio.Event()
+    channels: list[Channel] = []
+    leases = SharedLeases(HostSpec().lease, lambda: channels, sends=True)
+    connecting, ended = asyncio.Semaphore(at_once), asyncio.Event()
 
-    async def host(replica: int) -> float:
+    def obey() -> None:
+        if pipe.recv() == "leave":
+            channels.pop().close()
+        else:
+            ended.set()
+            asyncio.get_running_loop().remove_reader(pipe.fileno())
+
+    async def host(replica: int) -> None:
         registration = Registration(replica, "bench", os.getpid())
         try:
             async with connecting:
@@ -157,20 +245,22 @@ async def hosts(address: Address, identity: Identity, replicas: int, at_once: in
                 rendezvous_client = await RendezvousClient.join(network, registration, TIMEOUT, failed)
         except RendezvousError as error:
             raise BenchError(f"{replicas} hosts, host {replica}: {error}; before: {failures}") from None
-        registered.append((time.monotonic() - started, time.process_time() - cpu))
-        if len(registered) == replicas - 1:
-            all_registered.set()
-        await all_registered.wait()
-        if await rendezvous_client.result(AsyncMock()) is None:
-            raise BenchError(f"{replicas} hosts: host {replica} lost replica 0")
-        return time.monotonic()
+        rendezvous_client._leases = leases
+        channel = rendezvous_client._channel
+        channels.append(channel)
+        result = await rendezvous_client.result(SimulatedHost(replica, ended).handle)
+        if channel in channels[-1:] or result is not None:
+            channel.close()
+        elif channel in channels:
+            raise BenchError(f"{replicas} hosts: host {replica} lost replica 0: {rendezvous_client.lost}")
 
-    told = await asyncio.gather(*(host(replica) for replica in range(1, replicas)))
-    return (*max(registered), max(told), sum(failures.values()))
+    asyncio.get_running_loop().add_reader(pipe.fileno(), obey)
+    await asyncio.gather(*(host(replica) for replica in range(1, replicas)))
+    return sum(failures.values())
 
 
 def once(identity: Identity, replicas: int, alive: float, at_once: int) -> Sample:
-    """Bring up so many hosts, keep them for ``alive`` seconds and tell them the result."""
+    """Run a job of so many hosts, and keep them for ``alive`` seconds."""
     address = Address("tls", NAME, free_port())
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -181,16 +271,16 @@ def once(identity: Identity, replicas: int, alive: float, at_once: int) -> Sampl
         ours.recv()
         gc.collect()
         gc.disable()
-        registered, cpu, told, retries = asyncio.run(hosts(address, identity, replicas, at_once))
+        cpu = time.process_time()
+        retries = asyncio.run(hosts(ours, address, identity, replicas, at_once))
         server: Server = ours.recv()
         process.join(TIMEOUT)
+        return Sample(server, time.process_time() - cpu, retries)
     except EOFError:
         raise BenchError(f"{replicas} hosts: the process of replica 0 has ended") from None
     finally:
         gc.enable()
         process.kill()
-    result = told - server.announced
-    return Sample(registered, server.cpu, cpu, retries, server.attempt, server.memory, server.alive, result)
 
 
 def minting(authority: credentials.HostCredentials, rounds: int = 50) -> float:
@@ -205,25 +295,33 @@ def minting(authority: credentials.HostCredentials, rounds: int = 50) -> float:
 
 def report(samples: dict[int, list[Sample]]) -> str:
     """The table; numbers of hosts in ascending order."""
-
-    def median(taken: Sequence[Sample], name: str) -> float:
-        return float(statistics.median(getattr(sample, name) for sample in taken))
-
-    base = min((number for number in samples if number >= 64), default=min(samples))
-    base_cost = median(samples[base], "registered") / base
+    smallest = min(samples)
+    costs = {
+        number: statistics.median(sum(sample.server.cpu.values()) for sample in taken) / number
+        for number, taken in samples.items()
+    }
     rows = [
-        "hosts  registered  (least-greatest)  per host  growth  server CPU  hosts CPU  retries  attempt  KiB a host"
+        f"{'hosts':>5}"
+        + "".join(f"{phase:>18}" for phase in (*PHASES, "total"))
+        + "  growth   hosts  retries   MiB  alive"
     ]
-    rows[0] += "  alive   result"
     for number, taken in sorted(samples.items()):
-        times = [sample.registered for sample in taken]
-        cost = median(taken, "registered") / number
+        times = [(sample.server.wall, sample.server.cpu) for sample in taken]
+        cells = [
+            [
+                statistics.median(sum(clock[phase] for phase in phases) for clock in clocks)
+                for clocks in zip(*times, strict=True)
+            ]
+            for phases in (*((phase,) for phase in PHASES), PHASES)
+        ]
         rows.append(
-            f"{number:>5}  {median(taken, 'registered'):>10.2f}  {f'({min(times):.2f}-{max(times):.2f})':>16}  "
-            f"{1000 * cost:>8.2f}  {cost / base_cost:>6.2f}  {median(taken, 'server_cpu'):>10.2f}  "
-            f"{median(taken, 'hosts_cpu'):>9.2f}  {median(taken, 'retries'):>7.0f}  "
-            f"{median(taken, 'attempt'):>7.3f}  {median(taken, 'memory'):>10.0f}  "
-            f"{median(taken, 'alive'):>5.1f}%  {median(taken, 'result'):>7.3f}"
+            f"{number:>5}"
+            + "".join(f"{f'{wall:.2f} ({cpu:.2f})':>18}" for wall, cpu in cells)
+            + f"{costs[number] / costs[smallest]:>8.2f}"
+            f"{statistics.median(sample.hosts_cpu for sample in taken):>8.2f}"
+            f"{statistics.median(sample.retries for sample in taken):>9.0f}"
+            f"{statistics.median(sample.server.memory for sample in taken):>6.0f}"
+            f"{statistics.median(sample.server.alive for sample in taken):>6.1f}%"
         )
     return "\n".join(rows)
 

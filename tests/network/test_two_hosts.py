@@ -136,14 +136,14 @@ BENCH = Path(__file__).parents[2] / "bench" / "rendezvous.py"
 
 
 @pytest.mark.nightly("15 s of processor time; 8 real hosts register every time")
-def test_64_hosts_register_over_tls_and_learn_the_result(tmp_path: Path) -> None:
+def test_64_hosts_register_over_tls_lose_one_start_again_and_learn_the_result(tmp_path: Path) -> None:
     table = tmp_path / "result.json"
     command = [sys.executable, str(BENCH), "--hosts", "64", "--rounds", "1", "--alive", "0.1", "--json", str(table)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
     (sample,) = json.loads(table.read_text())["hosts"]["64"]
-    assert 0 < sample["memory"] < 160  # KiB of replica 0 for each host; asyncio's own buffers alone would be 256
-    assert sample["retries"] >= 0 and sample["result"] > 0
+    assert 0 < sample["server"]["memory"] < 10  # MiB of replica 0; asyncio's own buffers alone would be 16
+    assert all(seconds > 0 for seconds in sample["server"]["wall"].values())
 
 
 _SLEEPS_UNTIL_THE_FILE_IS_THERE = (
