@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from torchx_monarch.insight.step_progress import progress as progress
     from torchx_monarch.schedulers.monarch import InvalidCommandError as InvalidCommandError
     from torchx_monarch.schedulers.monarch import WorkspaceError as WorkspaceError
+    from torchx_monarch.training.steps import steps as steps
+    from torchx_monarch.training.steps import time_left as time_left
 
 __version__ = "0.1.0"
 
@@ -71,7 +73,9 @@ _PUBLIC = {
     "progress": "insight.step_progress",
     "run": "client.function",
     "serve": "client.serve",
+    "steps": "training.steps",
     "this_job": "client.this_job",
+    "time_left": "training.steps",
 }
 """The module that defines each public name; ``__getattr__`` imports it on first use."""
 

@@ -129,5 +129,5 @@ def test_a_host_has_some_time_more_than_a_program_to_end(monkeypatch: pytest.Mon
     killed: list[tuple[float, object]] = []
     replica_module.stop([program, host], 30.0, lambda when, kill: killed.append((when, kill)))
     assert killed == [(130.0, program.kill), (130.0 + HOST_EXTRA, host.kill)]
-    program.terminate.assert_called_once_with([])
-    host.terminate.assert_called_once_with([7])
+    program.terminate.assert_called_once_with([], False)
+    host.terminate.assert_called_once_with([7], False)

@@ -25,9 +25,14 @@ from torchx.specs import parse_app_handle
 
 from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.cli import handles
-from torchx_monarch.cli.exit_codes import CommandError
+from torchx_monarch.cli.exit_codes import UNAVAILABLE, CommandError
+from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.schedulers import command
 from torchx_monarch.schedulers.recorded_apps import LOCAL, recorded_apps
+from torchx_monarch.system.untrusted_text import one_line
+
+_SAVE_EXTRA = 60.0
+"""Seconds beyond the grace period in which replica 0 says how ranks have ended."""
 
 if TYPE_CHECKING:
     from torchx_monarch.backends.core.snapshot import AppSnapshot
@@ -102,13 +107,44 @@ class CmdCancel(TorchXCmdCancel, _NamedJob):  # type: ignore[misc]
 
     brief = True
 
+    def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
+        super().add_arguments(subparser)
+        text = "before, let ranks that use torchx_monarch.steps end at one step and save (jobs of torchx-monarch)"
+        subparser.add_argument("--save", action="store_true", help=text)
+
     def run_with_runner(self, args: argparse.Namespace, runner: Runner) -> None:
         """Cancel the job, and say so."""
         found = _read_ours(args.app_handle, runner)
+        if args.save:
+            if found is None:
+                print("torchx: error: unrecognized arguments: --save", file=sys.stderr)
+                sys.exit(2)
+            if not found[1].is_terminal:
+                _save_and_cancel(args.app_handle, found[0], runner)
+                return
         super().run_with_runner(args, runner)
         if found is not None:
             said = f"{args.app_handle} had ended before: {found[1].name}" if found[1].is_terminal else ""
             print(said or f"cancelled {args.app_handle}", file=sys.stderr)
+
+
+def _save_and_cancel(handle: str, app: AppSnapshot, runner: Runner) -> None:
+    """Have the ranks of each role save, and cancel the job with how they have ended."""
+    from torchx_monarch.client.connection import Target, ask
+
+    reasons = []
+    try:
+        for role in app.roles:
+            if role.spec.runs_ranks:
+                target = Target.from_handle(handle, role.spec.name, runner=runner)
+                answer = ask(target, {"type": "stop", "save": True}, app.grace + _SAVE_EXTRA)
+                reasons.append(one_line(str(answer.get("reason"))))
+    except (UnreachableError, RefusedError) as error:
+        _exit(CommandError(f"not cancelled: {error}. To end it without saving: torchx cancel {handle}", UNAVAILABLE))
+    reason = "; ".join(["cancelled", *dict.fromkeys(reasons)])
+    scheduler, _, app_id = parse_app_handle(handle)
+    torchx_api.scheduler_of(runner, scheduler).apps.cancel(app_id, reason=reason)
+    print(f"{handle} is {reason}", file=sys.stderr)
 
 
 class CmdDelete(TorchXCmdDelete, _NamedJob):  # type: ignore[misc]

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import signal
 import time
 from collections.abc import Mapping
 
+from torchx_monarch.controller.agreed_stop import AgreedStop, seconds_to_stop
 from torchx_monarch.controller.attempt import Attempt, SameStep, never_joined, why_no_restart
 from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.hang_watch import HangWatch
@@ -105,6 +107,8 @@ class Attempts:
                 return world
             with self._hosts.call(WatchRanks()) as exits:
                 failure = await until_event(self._watch(exits, world))
+                if isinstance(failure, HostEvent) and failure.saves:
+                    failure = await self._stop_at_step(failure, exits, world)
                 if isinstance(failure, (RankExit, Hang)):
                     failure = await self._end(failure, exits, world)
             if isinstance(failure, HostEvent):
@@ -179,13 +183,17 @@ class Attempts:
             await asyncio.wait(watching)
 
     async def _first_failure(self, exits: HostCall[Exits]) -> RankExit | HostEvent | None:
+        return await self._until_failure(exits) or await self._report_of_stopped()
+
+    async def _until_failure(self, exits: HostCall[Exits]) -> RankExit | None:
+        """Wait until a rank has failed, and return its exit; None if all ranks have ended without a failure."""
         async for _, exited in exits:
             if isinstance(exited, HostError):
                 raise exited
             self.current.add(exited)
             if failed := root_cause(exited):
                 return failed
-        return await self._report_of_stopped()
+        return None
 
     async def _newcomer(self) -> HostJoined:
         newcomer = await self._gatherer.newcomer()
@@ -206,6 +214,38 @@ class Attempts:
         return await self._events.report_within(self._spec.lease, failure)
 
     # -- end -----------------------------------------------------------------------------------------------------------
+
+    async def _stop_at_step(self, event: HostEvent, exits: HostCall[Exits], world: World) -> HostEvent | None:
+        """Have ranks that use ``training.steps`` end at one step after an event; return it with how they have ended.
+
+        None if all ranks have succeeded before they came to a step.
+        """
+        assert self._begun is not None
+        self._events.take(lambda pending: pending is event)
+        grace, seconds = self._begun.grace, seconds_to_stop(self._begun.grace)
+        stop, failed = AgreedStop(self._hosts, seconds), None
+        if not await stop.is_used():
+            return event
+        self._reporter.line(f"{event.result.reason}: the ranks end at one step, within {seconds:g} s")
+        agreeing = asyncio.ensure_future(stop.run())
+        agreeing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        with contextlib.suppress(HostError, asyncio.TimeoutError):
+            failed = await self._events.until_event(self._until_failure(exits), lambda other: not other.saves, seconds)
+        agreeing.cancel()
+        exited = self.current.exits.values()
+        if len(exited) == world.size and not any(ended.code or ended.stopped_at for ended in exited):
+            how = f"stopped at {stop.step}, saved"
+            if not stop.is_agreed:
+                return None
+        elif isinstance(failed, RankExit):
+            how = f"not saved: {failed.describe()}"
+        else:
+            left = await stop.describe_left()
+            how = f"not saved: {left} within {seconds:g} s" if left else "not saved"
+        await self._hosts.stop(event.signal, grace - seconds, self.current.add)
+        return dataclasses.replace(
+            event, result=dataclasses.replace(event.result, reason=f"{event.result.reason}; {how}")
+        )
 
     async def _end(self, failure: RankExit | Hang, exits: HostCall[Exits], world: World) -> RankExit | HostEvent:
         """Stop the ranks after a failure; return its cause, a rank or the event of a host. Events stay pending."""

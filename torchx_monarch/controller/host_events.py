@@ -20,7 +20,8 @@ T = TypeVar("T")
 class HostEvent:
     """Something that ends an attempt although no rank has failed; ``replica`` is 0 for the whole job.
 
-    ``result`` is that of the job if the event ends it; ``signal`` stops the ranks of the other hosts.
+    ``result`` is that of the job if the event ends it; ``signal`` stops the ranks of the other hosts. ``saves``: ranks
+    may first come to an agreed stop.
     """
 
     KIND: ClassVar[str] = "failure"
@@ -28,6 +29,7 @@ class HostEvent:
     replica: int
     result: JobResult
     signal: int = signal.SIGTERM
+    saves: bool = False
 
     @property
     def kind(self) -> str:
@@ -174,11 +176,14 @@ class HostEvents:
         return next(filter(wanted, self.pending))
 
 
-def signalled(host: Registration, number: int, announced: bool | None) -> HostPreempted | StopRequested:
+def signalled(
+    host: Registration, number: int, announced: bool | None, saves: bool = False
+) -> HostPreempted | StopRequested:
     """Return the event of a host that received a signal.
 
     A SIGTERM that the backend has not announced (``MONARCH_STOP_FILE``) is a preemption. ``announced`` is None for a
-    backend that cannot announce signals: its SIGTERM counts as a preemption, but may be a cancellation.
+    backend that cannot announce signals: its SIGTERM counts as a preemption, but may be a cancellation. ``saves``:
+    whether the ranks of the host run on, until they have come to an agreed stop.
     """
     kind: type[HostPreempted | StopRequested] = StopRequested
     what = describe_code(-number).partition("by ")[2]
@@ -186,4 +191,4 @@ def signalled(host: Registration, number: int, announced: bool | None) -> HostPr
     if number == signal.SIGTERM and not announced:
         cause = "preempted or cancelled" if announced is None else "preempted"
         kind, reason = HostPreempted, f"{cause}: {host.name} received SIGTERM"
-    return kind(host.replica, JobResult(128 + number, reason, stopped=True, replica=host.replica), number)
+    return kind(host.replica, JobResult(128 + number, reason, stopped=True, replica=host.replica), number, saves)

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, get_args
 
 from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.profile import RankProfile
-from torchx_monarch.insight.rank_sample import RankSample
+from torchx_monarch.insight.rank_sample import RankSample, StepsRead
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_facts import HostFacts
@@ -112,6 +112,19 @@ class StopRanks(Request[Exits]):
 
     signal: int
     grace: float
+
+
+@dataclasses.dataclass(frozen=True)
+class StopAtStep(Request[StepsRead]):
+    """Have the ranks wait at a stop point, from 1, and answer when all do, or one has passed it; -1: only read.
+
+    ``confirmed``: all ranks wait there, and end their loops. ``seconds`` from now the ranks must have ended; 0 leaves
+    what they know of their end.
+    """
+
+    target: int = -1
+    confirmed: bool = False
+    seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,6 +251,7 @@ class SignalReceived:
 
     number: int
     announced: bool | None
+    saves: bool = False
 
 
 Handler: TypeAlias = Callable[[Request[Any]], Awaitable[Any]]

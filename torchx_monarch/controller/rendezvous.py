@@ -8,8 +8,8 @@ other is silent for longer than the lease (``transport.lease``).
 =========================  =======================================================================================
 host to replica 0          ``register`` and ``resume`` (greetings, with the protocol's version), ``answer`` and
                            the reports (``host_messages``)
-client to replica 0        ``state``, ``stop`` (greetings; the answer is ``state``), and the kinds in
-                           ``Rendezvous.clients``
+client to replica 0        ``state``, ``stop`` (greetings; the answer is ``state``, for a ``stop`` with ``save``
+                           once ranks have ended, with the ``reason``), and the kinds in ``Rendezvous.clients``
 replica 0 to either        ``registered`` (with its name), ``resumed``, ``refused`` (with the reason), ``state``,
                            ``request`` and ``cancel`` (``host_messages``), ``result``
 =========================  =======================================================================================
@@ -51,6 +51,9 @@ from torchx_monarch.transport.lease import Leases
 _GREETING_TIMEOUT = 10.0
 
 _LATECOMERS = 1.0
+
+_CANCELLED_WITHIN = 60.0
+"""Seconds for which a job whose ranks have saved for a client waits for its cancellation."""
 
 _STOPPED = JobResult(128 + signal.SIGTERM, "the job was stopped by its client", stopped=True)
 
@@ -144,6 +147,8 @@ class Rendezvous:
         self._channels: dict[str, Channel] = {}  # by their tokens
         self._leases = Leases(network.options.lease, lambda: [*self._channels.values()])
         self._puts_off = False
+        self._cancelling: list[asyncio.Future[JobResult]] = []
+        """The clients that cancel the job once its ranks have saved."""
         self._result: JobResult | None = None
         self._listener: Listener | None = None
         self._own_connections = set[asyncio.Task[None]]()  # the event loop holds tasks by weak references only
@@ -326,8 +331,25 @@ class Rendezvous:
         await peer.send(self.state())
 
     async def _stop(self, peer: Peer) -> None:
-        self.events.post(StopRequested(0, _STOPPED))
-        await peer.send(self.state())
+        saves = peer.greeting.get("save") is True
+        self.events.post(StopRequested(0, _STOPPED, saves=saves))
+        reason = ""
+        if saves:
+            ended = asyncio.get_running_loop().create_future()
+            self._cancelling.append(ended)
+            reason = (await ended).reason
+        await peer.send({**self.state(), "reason": reason})
+
+    async def await_cancel(self, result: JobResult) -> None:
+        """Tell clients that wait for it how the job has ended, and wait until they have cancelled it.
+
+        Its backend would take the exit code of hosts that end before for a failure.
+        """
+        if self._cancelling:
+            self.events.take(lambda event: True)
+            for ended in self._cancelling:
+                ended.set_result(result)
+            await self.events.until_event(asyncio.sleep(_CANCELLED_WITHIN))
 
     def _admit(self, greeting: messages.Message) -> Registration:
         try:
@@ -367,7 +389,7 @@ class Rendezvous:
             if report is not None and not 0 < report.number < signal.NSIG:
                 raise messages.ProtocolError(f"{_brief(report.number)} is no number of a signal")
             if report is not None and member.is_registered:
-                event = signalled(host, report.number, report.announced)
+                event = signalled(host, report.number, report.announced, report.saves)
                 if isinstance(event, HostPreempted) and not self._is_needed(member):
                     self._say(f"{event.result.reason}; it ran no ranks")
                     await self.dismiss(host.replica, event.result)

@@ -31,6 +31,8 @@ class Host:
         environ: environment in which the backend started the host process, and in which its ranks start.
         sockets: folder of its sockets; empty before it exists.
         grace: seconds from SIGTERM to SIGKILL for ranks: torchrun's option or variable if given, else ``--grace``.
+        ends_at: when the job is known to end, by the time limit of Slurm or ``stop_after``, in seconds since the epoch;
+            0 if that is not known.
         report: sends a report to replica 0; None on replica 0, and while this host is not registered.
         connector: opens another connection to replica 0 with a greeting; None before it is reached.
         disk: the thread that makes, reads and removes the files of attempts: a disk may stand still for minutes.
@@ -45,6 +47,7 @@ class Host:
     reporter: Reporter
     sockets: str = ""
     grace: float = 0.0
+    ends_at: float = 0.0
     report: Callable[[SignalReceived], Coroutine[Any, Any, None]] | None = None
     connector: Callable[[messages.Message], Awaitable[Streams]] | None = None
     disk: WriterThread = dataclasses.field(default_factory=WriterThread)

@@ -27,7 +27,7 @@ from torchx_monarch.host.workload import Workload
 from torchx_monarch.insight import events
 from torchx_monarch.insight.job_end import JobEnd
 from torchx_monarch.insight.progress import Reporter, write_result
-from torchx_monarch.model.env_names import CREDENTIALS
+from torchx_monarch.model.env_names import CREDENTIALS, SAVE
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_result import HostResult, why_no_other_start
 from torchx_monarch.model.host_spec import HostSpec
@@ -58,15 +58,19 @@ class HostProcess:
         events_path = environ.get("MONARCH_EVENTS") or os.path.join(log_dir, events.FILE)
         termination_log = environ.get("MONARCH_TERMINATION_LOG")
         reporter = Reporter(stderr, None if options.replica else events_path, options.role, termination_log)
+        self._started = time.time()
         self._host = Host(options, environ, socket.gethostname(), stdout, stderr, log_dir, reporter)
         self._host.grace = options.grace
+        limits = [self._started + options.stop_after] if options.stop_after else []
+        if (limit := environ.get("SLURM_JOB_END_TIME", "")).isdecimal():
+            limits.append(float(limit))
+        self._host.ends_at = min(limits, default=0.0)
         self._workload = choose(self._host)
         self._error_file = environ.get("TORCHELASTIC_ERROR_FILE", "")
         self._rendezvous: Rendezvous | None = None
         self._registration: Registration | None = None
         self._no_restart_marker = NoRestartMarker(environ)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._started = time.time()
 
     def main(self) -> NoReturn:
         """Run the replica and exit with the exit code of the job's result."""
@@ -214,9 +218,11 @@ class HostProcess:
             # The job needs nobody else; but no client can ask for its stacks.
             print(f"no client can connect to this host: {error}", file=sys.stderr, flush=True)  # this process's own log
         rendezvous.register(registration)
+        self._end_in_time()
         if not workload.has_begun:
             await coordination.begin(options.host_timeout)
         result = self._conclude(await controller.run())
+        await rendezvous.await_cancel(result)
         if controller.ends_role:
             await coordination.end(result, _HOST_EXIT_TIMEOUT + (0.0 if result.stopped else host.grace))
             await rendezvous.announce(result, _HOST_EXIT_TIMEOUT + host.grace)
@@ -241,26 +247,42 @@ class HostProcess:
     def _signalled(self, number: int) -> None:
         host, replica = self._host, self._host.options.replica
         host.reporter.line(f"host {replica}: received {signal.Signals(number).name}")
-        self._spawn(self._workload.stop(number))
-        self._spawn(self._report_signal(number))
+        pool = self._workload.pool
+        may_save = number == signal.SIGTERM and pool is not None and pool.uses_steps
+        if not may_save:
+            self._spawn(self._workload.stop(number))
+        self._spawn(self._report_signal(number, may_save))
 
-    async def _report_signal(self, number: int) -> None:
+    async def _report_signal(self, number: int, may_save: bool) -> None:
         host, replica = self._host, self._host.options.replica
-        stop_file, announced = host.environ.get("MONARCH_STOP_FILE"), None
+        stop_file, announced, said = host.environ.get("MONARCH_STOP_FILE"), None, None
         if stop_file:
             # After a lease, the end of the ranks would be taken for a failure.
             with contextlib.suppress(asyncio.TimeoutError):
-                announced = await asyncio.wait_for(host.disk.run(os.path.exists, stop_file), host.options.lease / 2)
+                said = await asyncio.wait_for(host.disk.run(_read_stop, stop_file), host.options.lease / 2)
+                announced = said is not None
+        saves = may_save and said in (None, SAVE)
+        if may_save:
+            self._spawn(self._workload.stop(number, saves=saves))
         registration = self._registration or Registration(replica, host.hostname, os.getpid())
-        event = host_events.signalled(registration, number, announced)
+        event = host_events.signalled(registration, number, announced, saves)
         if host.report is not None:
-            await host.report(SignalReceived(number, announced))
+            await host.report(SignalReceived(number, announced, saves))
         elif self._rendezvous is not None:
             self._rendezvous.events.post(event)
         else:
             # No controller to decide: this host has not joined yet, or has lost replica 0.
             host.reporter.report(event.kind, event.result.reason, replica=event.replica)
             await self._report_and_exit(self._conclude(event.result))
+
+    def _end_in_time(self) -> None:
+        """Have the job end when its ``stop_after`` has passed since the start of this process."""
+        if limit := self._host.options.stop_after:
+            reason = f"{limit:g} s have passed (stop_after)"
+            event = host_events.StopRequested(0, JobResult(128 + signal.SIGTERM, reason, stopped=True), saves=True)
+            assert self._rendezvous is not None
+            left = max(0.0, self._started + limit - time.time())
+            asyncio.get_running_loop().call_later(left, self._rendezvous.events.post, event)
 
     def _forward_signal(self, number: int) -> None:
         text = f"host {self._host.options.replica}: passing {signal.Signals(number).name} on to its ranks"
@@ -272,3 +294,10 @@ class HostProcess:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)  # asyncio keeps only weak references to tasks
         task.add_done_callback(self._tasks.discard)
+
+
+def _read_stop(path: str) -> str | None:
+    """Return what the file says with which a stop is announced; None if there is none."""
+    with contextlib.suppress(FileNotFoundError), open(path) as file:
+        return file.read(len(SAVE) + 1)
+    return None

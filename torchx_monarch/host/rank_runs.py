@@ -179,7 +179,8 @@ class RankRuns(Workload):
         logs = RankLogs(host.options.replica, host.hostname, log_dir, run, self._space, *shown)
         starter = RankStarter(run, self._zygotes, host.reporter.line)
         says = (host.reporter.line, self._report_first_output)
-        self.pool = pool = RankPool(logs, starter, self._recorders, host.disk, host.attach_socket, *says)
+        given = (logs, starter, self._recorders, host.disk, host.attach_socket)
+        self.pool = pool = RankPool(*given, *says, ends_at=host.ends_at)
         return pool
 
     async def _prepare(
@@ -301,6 +302,8 @@ class RankRuns(Workload):
                 pids = tuple(await pool.launch(request.world))
                 facts = await asyncio.to_thread(take_facts, pool.run, pool.starter.versions)
                 return host_messages.Launched(pids, pool.starter.imported, pool.starter.unshared, facts)
+            case host_messages.StopAtStep():
+                return await pool.stop_at_step(**vars(request))
             case host_messages.ReadCollectives():
                 ranks = await pool.collectives()
                 longest = max((rank.longest_wait for rank in ranks), default=0.0)

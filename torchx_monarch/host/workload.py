@@ -12,6 +12,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.controller import host_messages
+from torchx_monarch.controller.agreed_stop import seconds_to_stop
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobHosts
@@ -34,6 +35,7 @@ _QUERIES = (
     host_messages.TakeStacks,
     host_messages.ProfileRanks,
     host_messages.ReadCollectives,
+    host_messages.StopAtStep,
     host_messages.SampleRanks,
     host_messages.TakeFacts,
     host_messages.RunWorkerLoop,
@@ -117,10 +119,19 @@ class Workload(abc.ABC):
         if self.pool is not None:
             self.pool.close()
 
-    async def stop(self, number: int) -> None:
-        """Send a signal to what runs, and SIGKILL after the grace period; return when all has ended."""
-        if self.pool is not None:
-            await self.pool.stop(number, self._host.grace)
+    async def stop(self, number: int, *, saves: bool = False) -> None:
+        """Send a signal to what runs, and SIGKILL after the grace period; return when all has ended.
+
+        ``saves``: ranks come to an agreed stop before, and those that have not ended get the signal from replica 0, or
+        somewhat later from here.
+        """
+        if self.pool is None:
+            return
+        grace = self._host.grace
+        first = (seconds_to_stop(grace) + grace) / 2 if saves else 0.0
+        if saves:
+            await self.pool.let_end(first)
+        await self.pool.stop(number, grace - first)
 
     def _report_first_output(self) -> None:
         if self._host.options.replica == 0 and not (self.listens or self._has_printed):  # not that of a run

@@ -230,6 +230,23 @@ class RankView:
         return sum(device.busy for device in self.devices) / len(self.devices) if self.devices else None
 
 
+@dataclasses.dataclass(frozen=True)
+class StepsRead:
+    """What the ranks of a host do in their loops of ``training.steps``.
+
+    ``passed`` are the stop points that the furthest rank has passed, ``done`` its steps if it waits at one, and
+    ``step`` its step where its loop counts. ``is_used``: whether any has begun a loop. ``running`` is the number of
+    ranks that run, and ``left`` are those of them that do not wait at the target; once it is confirmed, all of them.
+    """
+
+    passed: int = 0
+    done: int = 0
+    step: int | None = None
+    is_used: bool = False
+    running: int = 0
+    left: tuple[int, ...] = ()
+
+
 def rank_views(samples: Iterable[RankSample], before: Iterable[RankSample] = ()) -> list[RankView]:
     """Return what each rank does, in the order of ranks.
 

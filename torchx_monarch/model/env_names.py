@@ -28,7 +28,7 @@ FOR_HOSTS = (
     "MONARCH_LOG_DIR",  # folder for logs
     LOG_REFERENCES,
     "MONARCH_RESTART",  # how often the backend has restarted the host
-    "MONARCH_STOP_FILE",  # a file that exists once the host is asked to stop
+    "MONARCH_STOP_FILE",  # a file that exists once the host is asked to stop, with SAVE or without content
     "MONARCH_PEERS",  # addresses of replica 0 of each role
     "MONARCH_NODE",  # name of the host's machine, where the host does not know it
     "MONARCH_HOST_ADDRESS",  # address of the host's machine
@@ -60,6 +60,10 @@ _REPLICA0 = re.compile(r"MONARCH_REPLICA0_\d+")
 def replica0_variable(role: int) -> str:
     """Return the name of the variable in which every replica of an app finds the host of a role's replica 0."""
     return f"MONARCH_REPLICA0_{role}"
+
+
+SAVE = "save"
+"""The content of MONARCH_STOP_FILE if ranks may first come to an agreed stop: nobody has cancelled the job."""
 
 
 def is_for_hosts(name: str) -> bool:

@@ -54,6 +54,15 @@ def parse_log_limit(text: str) -> int:
     return size
 
 
+def parse_duration(text: str) -> float:
+    """Read a number of seconds, or of the unit behind it: ``90m``, ``2h``, ``1d``."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    seconds = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]] if found else 0.0
+    if not 0 < seconds <= _MAX_SECONDS:
+        raise ValueError("it is no time such as 90m, 2h or 1d")
+    return seconds
+
+
 def parse_exit_codes(text: str) -> tuple[int, ...]:
     """Parse numbers and names of signals, separated by ``+`` or commas. Signal N becomes 128 + N, as in a shell.
 
@@ -176,6 +185,7 @@ class HostSpec:
     on_end: str = _flag("")
     retry_on: tuple[int, ...] = _joined((), parse_exit_codes)
     same_step_limit: int = _count(3)
+    stop_after: float = _flag(0.0, parse=float, show=show_seconds)
     log_limit: int = _flag(0, parse=int)
     spares: int = _count(0)
     exclude_after: int = _count(3)

@@ -35,7 +35,14 @@ from torchx_monarch.command.command import CommandError
 from torchx_monarch.command.rank_command import names_torchrun, rank_command
 from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
 from torchx_monarch.model.check_result import CheckResult
-from torchx_monarch.model.host_spec import HostSpec, parse_exit_codes, parse_log_limit, parse_ports, wrong_values
+from torchx_monarch.model.host_spec import (
+    HostSpec,
+    parse_duration,
+    parse_exit_codes,
+    parse_log_limit,
+    parse_ports,
+    wrong_values,
+)
 from torchx_monarch.schedulers import NAMES, command, no_scheduler, owner
 from torchx_monarch.schedulers.description import describe, list_entry, shorten
 from torchx_monarch.schedulers.foreground import Foreground
@@ -172,7 +179,12 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         preload = [] if options.preload == "none" else options.preload.replace("+", ",").split(",")
         parsed: dict[str, Any] = {"preload": tuple(filter(None, preload))}
         network = options if isinstance(options, NetworkOpts) else None
-        parsers = {"retry_on": parse_exit_codes, "ports": parse_ports, "log_limit": parse_log_limit}
+        parsers = {
+            "retry_on": parse_exit_codes,
+            "ports": parse_ports,
+            "log_limit": parse_log_limit,
+            "stop_after": parse_duration,
+        }
         for name, parse in parsers.items():
             if value := getattr(options, name, ""):
                 try:

@@ -18,7 +18,7 @@ from torchx_monarch.backends.core.snapshot import ReplicaSnapshot
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.codec import Seconds
-from torchx_monarch.model.env_names import LOG_REFERENCES
+from torchx_monarch.model.env_names import LOG_REFERENCES, SAVE
 from torchx_monarch.model.host_result import HostResult, no_retry_reason
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.role_spec import RoleSpec
@@ -249,14 +249,16 @@ class Replica:
         self.record.state = State.PENDING
         self.log.say(f"replica {self.name} is restarted (restart {self.record.restarts})")
 
-    def terminate(self, hosts: Sequence[int]) -> None:
+    def terminate(self, hosts: Sequence[int], saves: bool) -> None:
         """Ask the replica to stop, once: send SIGTERM to its hosts, or to its process group if it has none."""
         pid = self.record.pid
         if self.stopping or pid is None or not self.alive:
             return
         self.stopping = True
         with contextlib.suppress(OSError):  # on a full disk, the host reports a preemption in its log instead
-            os.close(safe_files.open_file(self._stop_file, os.O_WRONLY | os.O_CREAT))
+            file = safe_files.open_file(self._stop_file, os.O_WRONLY | os.O_CREAT)
+            os.write(file, SAVE.encode() if saves else b"")
+            os.close(file)
         # A stopped process handles SIGTERM only after SIGCONT: systemd and Slurm send both as well.
         for number in (signal.SIGTERM, signal.SIGCONT):
             for host in hosts:
@@ -275,12 +277,19 @@ class Replica:
             processes.kill([pid, *family])
 
 
-def stop(replicas: Iterable[Replica], grace: float, call_at: Callable[[float, Callable[[], None]], None]) -> None:
+def stop(
+    replicas: Iterable[Replica],
+    grace: float,
+    call_at: Callable[[float, Callable[[], None]], None],
+    *,
+    saves: bool = False,
+) -> None:
     """Stop replicas: send SIGTERM, and SIGKILL after the grace period. A second call may shorten that.
 
     Args:
         grace: seconds from SIGTERM to SIGKILL; 0 for SIGKILL without SIGTERM.
         call_at: calls a function when ``time.monotonic()`` reaches a time.
+        saves: whether ranks may first come to an agreed stop.
     """
     living = {replica.record.pid: replica for replica in replicas if replica.alive and replica.record.pid is not None}
     hosts = processes.hosts(living) if grace > 0 else {}
@@ -288,5 +297,5 @@ def stop(replicas: Iterable[Replica], grace: float, call_at: Callable[[float, Ca
         if grace <= 0:
             replica.kill()
         else:
-            replica.terminate(hosts[pid])
+            replica.terminate(hosts[pid], saves)
             call_at(time.monotonic() + grace + (HOST_EXTRA if hosts[pid] else 0.0), replica.kill)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -216,13 +217,15 @@ def test_an_image_that_pyxis_cannot_import_is_the_cause(apps: Apps) -> None:
 
 
 CHECKPOINTS = """
-    import os, signal, sys, time
+    import os, sys, time, torchx_monarch
     path = os.environ["CHECKPOINT"]
     print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "on", os.uname().nodename, flush=True)
     if os.path.exists(path):
         print("resumed", flush=True)
         sys.exit(0)
-    time.sleep(1000)
+    for step in torchx_monarch.steps(range(1_000_000)):
+        time.sleep(0.001)
+    print("saved at", step, torchx_monarch.time_left() is not None, flush=True)
 """
 
 
@@ -283,6 +286,13 @@ def test_goes_on_after_the_job_was_queued_again(
     assert way != "node" or "n2" not in hosts
     for replica in (0, 1):
         assert apps.output(handle, replica).count("resumed") == 2
+    if way == "batch TERM":
+        saved = re.findall(r"saved at (\d+) True", "".join(apps.output(handle, replica) for replica in (0, 1)))
+        assert len(saved) == 4 and len(set(saved)) == 1
+        events = "".join(
+            path.read_text() for path in Path(os.environ["MONARCH_STATE_DIR"], "slurm").rglob("events.jsonl")
+        )
+        assert f"; stopped at step {int(saved[0]):,}, saved; the job goes back into the queue" in events
 
 
 @pytest.mark.parametrize("roles", [1, 2])

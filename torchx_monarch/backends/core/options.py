@@ -77,6 +77,10 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     """For programs that report their steps: number of failures in a row at the same step after which ranks are not
     restarted; 0 for any number."""
 
+    stop_after: str = ""
+    """Time after which the hosts stop the job, `90m` or `2h`, so that programs with `torchx_monarch.steps` save;
+    `max_retries` starts it again. Empty: never."""
+
     log_limit: str = ""
     """How much of the output of each rank is kept in each of its log files, `500M` or `2G`: three quarters of it at
     least, the newest. Empty: all of it."""

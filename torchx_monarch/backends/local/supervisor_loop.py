@@ -74,6 +74,8 @@ class SupervisorLoop:
         self._outcome: Outcome | None = None
         self._is_stopping = False
         """Whether the whole app was asked to stop."""
+        self._saves = False
+        """Whether its ranks may first come to an agreed stop."""
         self._settling: list[Replica] = []
         """The replicas that have some time to end by themselves before that stop."""
         self._tolerated: set[Replica] = set()
@@ -367,7 +369,8 @@ class SupervisorLoop:
     def _stop_all(self, grace: float | None = None) -> None:
         if not self._is_stopping:
             self._is_stopping = True
-            stop(self._replicas, self._request.grace if grace is None else grace, self.at)
+            grace = self._request.grace if grace is None else grace
+            stop(self._replicas, grace, self.at, saves=self._saves)
 
     def _on_cancel(self) -> None:
         asked = self._paths.load_stop()
@@ -379,6 +382,7 @@ class SupervisorLoop:
             stop(self._replicas, grace, self.at)
             return
         message = "the supervisor received SIGTERM, as when a machine shuts down"
+        self._saves = asked is None or asked.state is State.PENDING  # nobody has cancelled it
         if asked is not None:
             message = asked.message or "cancelled"
         self._event("cancel", f"{message}; the job has {grace:g} s to end")

@@ -29,6 +29,7 @@ from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.env_names import replica0_variable
+from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import shell_code
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
@@ -230,18 +231,23 @@ class BatchStep:
             if self._request.requeue and state == ["RUNNING"]:  # else Slurm itself may be about to queue it again
                 return self._requeue()
             self._record.outside = True
-            reason = "told to stop by Slurm (see the job's state there)"
-            return self._finish(State.FAILED, reason, 128 + signal.SIGTERM)
+            return self._finish(State.FAILED, self._how_stopped(), 128 + signal.SIGTERM)
         # When a node is lost, Slurm queues the job again and ends its steps, perhaps before SIGTERM comes here.
         self._record.outside = state not in ([], ["RUNNING"], ["SIGNALING"], ["RESIZING"])
         code = shell_code(status.cause.exit_code or 1) if status.cause else 1
         return self._finish(State.FAILED, status.message, code)
 
+    def _how_stopped(self) -> str:
+        """Return that Slurm has stopped the job, and how the ranks of the first role have ended."""
+        record = self._folder.replica(self._request.roles[0].spec.name, 0).load_record()
+        said = HostResult.from_text(record.roles[0].replicas[0].error).reason if record is not None else ""
+        return f"told to stop by Slurm: {said}" if said else "told to stop by Slurm"
+
     def _requeue(self) -> int:
-        self._event("requeue", "told to stop by Slurm; the job goes back into the queue")
+        self._event("requeue", f"{self._how_stopped()}; the job goes back into the queue")
         if _run("scontrol", "requeue", self._record.job_id) is not None:
             time.sleep(_REQUEUE_TIMEOUT)
-        message = f"told to stop by Slurm; the job could not be queued again (see {self._folder.job_log})"
+        message = f"{self._how_stopped()}; the job could not be queued again (see {self._folder.job_log})"
         return self._finish(State.FAILED, message, 1)
 
     # -- the record ----------------------------------------------------------------------------------------------------

@@ -109,6 +109,15 @@ class ProcessPool:
             pids = ", ".join(map(str, left))
             self.remains = f"not even SIGKILL ends pid {pids}, as if it waits inside the kernel for a disk or a device"
 
+    @property
+    def uses_steps(self) -> bool:
+        """Whether they can come to an agreed stop (``training.steps``)."""
+        return False
+
+    async def let_end(self, seconds: float) -> None:
+        """Wait until all processes have ended, at most so many seconds."""
+        await _until_ended(self.ranks, seconds)
+
     def notify(self, number: int) -> None:
         """Send a signal to the processes but not to their process groups; they do not count as stopped."""
         for rank in self.ranks:

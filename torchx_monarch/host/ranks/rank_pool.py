@@ -21,13 +21,16 @@ from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.host.ranks.rank_samples import prepare_progress, read_progress
 from torchx_monarch.host.ranks.rank_starter import RankStarter
 from torchx_monarch.host.ranks.run_spec import rank_environment
+from torchx_monarch.host.ranks.step_memory import StepMemory
 from torchx_monarch.host.ranks.timers import FILE, TimerServer
 from torchx_monarch.insight.hangs import RankCollectives
+from torchx_monarch.insight.rank_sample import StepsRead
 from torchx_monarch.model.env_names import INTERFACE, THIS_JOB
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.world import LaunchError, World
 from torchx_monarch.system import processes, run_dirs
 from torchx_monarch.system.console import WriterThread
+from torchx_monarch.training import steps
 
 _COLLECTIVES_TIMEOUT = 1.0
 """Seconds for a rank to tell the state of its collectives. It takes milliseconds, unless it is stopped or holds the
@@ -38,7 +41,8 @@ class RankPool(ProcessPool):
     """Start, watch and stop the ranks of a run on one host.
 
     Methods that start something raise ``LaunchError`` if it cannot be started; the message gives the reason.
-    ``on_first_output`` is called when a rank first prints, once for each of its streams.
+    ``on_first_output`` is called when a rank first prints, once for each of its streams. ``ends_at`` is the known end
+    of the job, in seconds since the epoch; 0 if there is none.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class RankPool(ProcessPool):
         attach_socket: str,
         say: Callable[[str], None],
         on_first_output: Callable[[], None],
+        ends_at: float = 0.0,
     ) -> None:
         super().__init__(logs.replica, logs.hostname, logs.run.environ.get(processes.MARKER, ""), disk)
         self.run = logs.run
@@ -61,6 +66,8 @@ class RankPool(ProcessPool):
         self._on_first_output = on_first_output
         self._timers: TimerServer | None = None
         self._is_retired = False
+        self._ends_at = ends_at
+        self._steps: StepMemory | None = None
 
     async def start(self, nproc: str) -> int:
         """Prepare for the ranks (see ``RankStarter.prepare``) and return their number on this host."""
@@ -78,6 +85,9 @@ class RankPool(ProcessPool):
         if self._timers is not None:
             self._timers.close()
             self._timers = None
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
         self.starter.store.close()
 
     def retire(self) -> None:
@@ -109,6 +119,9 @@ class RankPool(ProcessPool):
             os.getcwd()
         except FileNotFoundError:
             raise LaunchError(f"the working folder is gone: {os.readlink('/proc/self/cwd')}") from None
+        if self._steps is not None:
+            self._steps.close()
+        self._steps = StepMemory(self.starter.count, self._ends_at)
         stops = self._stops
         await self.starter.renew_importer()
         try:
@@ -129,6 +142,16 @@ class RankPool(ProcessPool):
         self.ranks, self.world = ranks, world
         self._memory = OutOfMemory()
         return [rank.pid for rank in ranks]
+
+    @property
+    def uses_steps(self) -> bool:
+        return self._steps is not None and self._steps.is_used
+
+    async def stop_at_step(self, target: int, *, confirmed: bool, seconds: float) -> StepsRead:
+        """Have the ranks come to an agreed stop: ``StopAtStep``."""
+        if self._steps is None:
+            return StepsRead()
+        return await self._steps.stop(self.ranks, target, confirmed=confirmed, seconds=seconds)
 
     async def collectives(self) -> list[RankCollectives]:
         """Return the state of the collectives of the ranks that run now."""
@@ -169,6 +192,8 @@ class RankPool(ProcessPool):
         env = rank_environment(world, run.command.options, self._replica, local_rank, run.environ, rank.error_file)
         if self._timers is not None:
             env[FILE] = self._timers.path
+        if self._steps is not None:
+            env[steps.VARIABLE] = self._steps.variable(local_rank)
         return {
             **({"cwd": run.cwd} if run.cwd is not None else {}),
             "mode": program.mode,
@@ -188,4 +213,6 @@ class RankPool(ProcessPool):
     def _read_exit(self, rank: Rank, traceback_bytes: int) -> RankExit:
         progress = read_progress(rank.directory, is_end=True)
         exit = super()._read_exit(rank, traceback_bytes)
-        return dataclasses.replace(exit, step=progress.step if progress is not None else None)
+        if progress is not None:
+            return dataclasses.replace(exit, step=progress.step)
+        return dataclasses.replace(exit, step=self._steps.last_step(rank.local_rank) if self._steps else None)

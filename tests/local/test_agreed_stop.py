@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ranks that use ``steps`` end at one step and save, whoever ends the job; those that do not come are ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchx.specs import AppState, Role
+
+from tests.local.detached import Detached
+from tests.local.hosts import NO_PRELOAD, Hosts, torchrun
+from tests.waits import WITHIN, until
+
+#: Ranks of unequal speed; each begins a step only when all have begun the one before, as if they reduced gradients.
+TRAIN = """
+import torchx_monarch as tm
+folder, world = sys.argv[1], int(os.environ["WORLD_SIZE"])
+def begun(step):
+    return os.path.exists(f"{folder}/{attempt}.{step}")
+for step in tm.steps(range(1_000_000)):
+    time.sleep(0.002 * (rank % 3))
+    open(f"{folder}/{attempt}.{step}.{rank}", "w").close()
+    while not all(os.path.exists(f"{folder}/{attempt}.{step}.{other}") for other in range(world)):
+        time.sleep(0.001)
+    if step == 5:
+        print("running", flush=True)
+print(f"saved {rank} {step} {tm.time_left() is not None}", flush=True)
+"""
+
+SAVED = re.compile(r"saved (\d) (\d+) True")
+
+
+@pytest.fixture
+def train(script: Callable[[str], str], tmp_path: Path) -> list[str]:
+    """The program, and the folder where its ranks meet."""
+    (tmp_path / "steps").mkdir()
+    return [script(TRAIN), str(tmp_path / "steps")]
+
+
+def running(hosts: Hosts, ranks: int) -> Hosts:
+    until(lambda: "".join(map(hosts.out, hosts.processes)).count("running") == ranks, "the ranks")
+    return hosts
+
+
+def saved_at(text: str, ranks: int) -> int:
+    """Return the step at which all ranks have saved."""
+    found = {int(rank): int(step) for rank, step in SAVED.findall(text)}
+    assert sorted(found) == list(range(ranks)) and len(set(found.values())) == 1, text
+    return found[0]
+
+
+@pytest.mark.parametrize("stopped", [[0], [1], [0, 1]], ids=str)
+def test_a_signal_to_some_hosts_or_all(folder: Path, train: list[str], stopped: list[int]) -> None:
+    hosts = running(Hosts(folder, torchrun(*train, nnodes=2), replicas=2, options=NO_PRELOAD).start(), 4)
+    for replica in stopped:
+        hosts.processes[replica].terminate()
+    assert hosts.wait() == [143, 143]
+    step = saved_at(hosts.out(0) + hosts.out(1), 4)
+    assert f"received SIGTERM; stopped at step {step:,}, saved" in hosts.err().splitlines()[-1], hosts.err()
+
+
+@pytest.mark.nightly("minutes: 200 stops, of which three are tried every time")
+def test_two_hundred_stops(folder: Path, train: list[str]) -> None:
+    for number in range(200):
+        place = folder / str(number)
+        place.mkdir()
+        hosts = running(Hosts(place, torchrun(*train, nnodes=2), replicas=2, options=NO_PRELOAD).start(), 4)
+        hosts.processes[number % 2].terminate()
+        assert hosts.wait() == [143, 143]
+        saved_at(hosts.out(0) + hosts.out(1), 4)
+        for file in Path(train[1]).iterdir():
+            file.unlink()
+
+
+def test_a_rank_that_does_not_come(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("""
+        import torchx_monarch as tm
+        for step in tm.steps(range(1_000_000)):
+            time.sleep(0.001)
+            if step == 5:
+                print("running", flush=True)
+                time.sleep(1000 * rank)
+    """)
+    options = ("--grace", "2", "--preload", "")
+    hosts = running(Hosts(folder, torchrun(path), options=options).start(), 2)
+    hosts.processes[0].terminate()
+    assert hosts.wait() == [143]
+    assert "; not saved: rank 1 did not come to the step within 1.6 s" in hosts.err().splitlines()[-1], hosts.err()
+
+
+def test_a_rank_that_fails_to_save(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("""
+        import torchx_monarch as tm
+        for step in tm.steps(range(1_000_000)):
+            time.sleep(0.001)
+            if step == 5:
+                print("running", flush=True)
+        assert rank, "no space"
+    """)
+    hosts = running(Hosts(folder, torchrun(path), options=NO_PRELOAD).start(), 2)
+    hosts.processes[0].terminate()
+    assert hosts.wait() == [143]
+    assert "; not saved: rank 0 (" in hosts.err().splitlines()[-1] and "no space" in hosts.err().splitlines()[-1]
+
+
+def test_a_job_whose_steps_are_done_has_succeeded(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("""
+        import torchx_monarch as tm
+        for step in tm.steps(range(2)):
+            pass
+        print("running", flush=True)
+        while not os.path.exists(sys.argv[0] + ".go"):
+            time.sleep(0.001)
+    """)
+    hosts = running(Hosts(folder, torchrun(path), options=NO_PRELOAD).start(), 2)
+    hosts.processes[0].terminate()
+    until(lambda: "the ranks end at one step" in hosts.err(), "the stop")
+    Path(f"{path}.go").touch()
+    assert hosts.wait() == [0] and "SUCCEEDED" in hosts.err()
+
+
+def run(apps: Detached, train: list[str], **cfg: Any) -> tuple[str, Callable[[], str]]:
+    """Run the program on two hosts; its id, and what returns its output."""
+    command = torchrun(*train, nnodes=2)
+    role = Role("r", "", entrypoint=command[0], args=command[1:], num_replicas=2, max_retries=int(bool(cfg)))
+    app_id = apps.run(role, preload="none", **cfg)
+
+    def output() -> str:
+        return "\n".join(line for replica in (0, 1) for line in apps.log(app_id, k=replica))
+
+    until(lambda: output().count("running") >= 4, "the ranks")
+    return app_id, output
+
+
+def test_cancel_save(apps: Detached, train: list[str]) -> None:
+    app_id, output = run(apps, train)
+    words = [sys.executable, "-m", "torchx.cli.main", "cancel", "--save", apps.handle(app_id)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=WITHIN, check=False)
+    status = apps.wait(app_id)
+    step = saved_at(output(), 4)
+    said = f"cancelled; the job was stopped by its client; stopped at step {step:,}, saved"
+    assert (status.state, status.msg) == (AppState.CANCELLED, said)
+    assert done.stderr.endswith(f"{apps.handle(app_id)} is {said}\n") and done.returncode == 0
+
+
+def test_a_machine_that_shuts_down(apps: Detached, train: list[str]) -> None:
+    app_id, output = run(apps, train)
+    os.kill(apps.owner(app_id).supervisor.pid, signal.SIGTERM)
+    assert apps.wait(app_id).state is AppState.CANCELLED
+    saved_at(output(), 4)
+
+
+def test_cancel_does_not_save(apps: Detached, train: list[str]) -> None:
+    app_id, output = run(apps, train)
+    apps.scheduler.cancel(app_id)
+    assert apps.wait(app_id).state is AppState.CANCELLED
+    assert "saved" not in output()
+
+
+def test_a_job_that_stops_after_a_time_goes_on_with_retries(apps: Detached, train: list[str]) -> None:
+    app_id, output = run(apps, train, stop_after="2s")
+    status = apps.wait(app_id)
+    assert (status.state, status.num_restarts) == (AppState.FAILED, 1)
+    assert re.search(r": 2 s have passed \(stop_after\); stopped at step [\d,]+, saved$", status.msg), status.msg
+    assert len(SAVED.findall(output())) == 8
