@@ -52,8 +52,7 @@ class Difference(Enum):
         "Modules imported before the script begins",
         "none",
         "torch, and the installed modules that the script imports in its first statements; torch alone with `-cfg "
-        "preload=torch`, none with `-cfg ranks=fresh`. What torch prints then is in the host's log; what the script's "
-        "imports print is printed by each rank. "
+        "preload=torch`, none with `-cfg ranks=fresh`. What torch prints then is in the host's log. "
         "Modules of the standard library that they import are in `sys.modules` from the start; others once the "
         "program imports them, and until then `sys.meta_path` has one more finder",
         "one interpreter per host imports them while the hosts find each other, which is most of a start",
@@ -74,8 +73,7 @@ class Difference(Enum):
     STARTUP_FILES = (
         "`sitecustomize`, `usercustomize` and `.pth` files of a rank",
         "see its whole environment",
-        "run once per host, without `RANK` and the like in the environment; as under torchrun with `-cfg "
-        "preload=none` or `-cfg ranks=fresh`",
+        "run once per host, without `RANK` and the like in the environment, unless `-cfg preload=none`",
         "ranks are forks of an interpreter that has started before",
     )
     AT_FORK = (
@@ -90,8 +88,7 @@ class Difference(Enum):
         "has effect",
         "has none where torch is preloaded, and rank 0 says so. `OMP_NUM_THREADS`, `MKL_NUM_THREADS`, "
         "`OPENBLAS_NUM_THREADS`, the processors that the script chooses, `TORCH_LOGS` and "
-        "`TORCH_DISTRIBUTED_DEBUG` have effect in any case. Set others where the job is submitted (`--env`), or use "
-        "`-cfg preload=none` or `-cfg ranks=fresh`",
+        "`TORCH_DISTRIBUTED_DEBUG` have effect in any case. Set others by `--env`, or use `-cfg preload=none`",
         "torch has been imported ahead",
     )
 
@@ -364,8 +361,8 @@ def differs(*differences: Difference) -> Callable[[Function], Function]:
 
 def render() -> str:
     """Return the table of the page."""
-    rows = [("What", "Under torchrun", "Here"), ("---",) * 3, *(difference.value[:3] for difference in Difference)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    rows = [f"| {' | '.join(difference.value[:3])} |\n" for difference in Difference]
+    return "".join(["| What | Under torchrun | Here |\n", "|---|---|---|\n", *rows])
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def _modules(backend: str) -> Iterator[Any]:
 
 def written(page: str, columns: Mapping[str, Mapping[str, str]]) -> str:
     """Return the page with the table of these columns: the usual wire of each backend, and what is not tested on it."""
-    rows = [["backend", "usually", "otherwise", "not tested"], ["---"] * 4]
+    rows = [["backend", "usually", "otherwise", "not tested"]]
     for name, cells in columns.items():
         usual = Counter(cells.values()).most_common(1)[0][0]
         others = defaultdict[str, list[str]](list)
@@ -129,7 +129,8 @@ def written(page: str, columns: Mapping[str, Mapping[str, str]]) -> str:
         untested = [f"{', '.join(names)} ({cell[4:]})" for cell, names in others.items() if cell.startswith("no: ")]
         rows.append([f"`monarch_{name}`", usual, "; ".join(otherwise), "; ".join(untested)])
     scenarios = textwrap.fill(f"{'; '.join(SCENARIOS)}.", 120)
-    table = f"{scenarios}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    head, *body = (f"| {' | '.join(row)} |\n" for row in rows)
+    table = "".join([f"{scenarios}\n\n", head, "|---|---|---|---|\n", *body])
     before, begin, rest = page.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     return before + begin + table + end + after

@@ -82,7 +82,7 @@ def _write(name: str, result: str) -> None:
     shared = ", ".join(f"`{name}`{results[name]}" for name in names if not results[name].startswith(" | "))
     table = "".join(f"| `{name}`{results[name]} |\n" for name in names if results[name].startswith(" | "))
     aside = _PAGE.with_suffix(".new")
-    aside.write_text(f"{text[:begin]}Shared: {shared}.\n\n| not shared | because |\n| --- | --- |\n{table}{text[end:]}")
+    aside.write_text(f"{text[:begin]}Shared: {shared}.\n\n| not shared | because |\n|---|---|\n{table}{text[end:]}")
     aside.replace(_PAGE)
 
 
