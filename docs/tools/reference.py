@@ -126,6 +126,7 @@ _EXAMPLES = {
     "report": "torchx monarch report last -o job.html",
     "top": "torchx monarch top last --by-host",
     "metrics": "torchx monarch metrics last loss",
+    "mcp": "torchx monarch mcp",
     "web": "torchx monarch web --port 8080",
 }
 """An example of each sub-command of ``torchx monarch``."""
