@@ -393,7 +393,7 @@ class Contract(Groups):
 
             place.until(are_shown_once, "both ranks on the same line", handle)
             samples, _ = ask_samples(hosts)
-            assert [(sample.rank, sample.state, sample.rss_bytes > 0) for sample in samples] == [
+            assert [(sample.rank, sample.state, sample.rss_bytes > 0) for sample in samples.ranks] == [
                 (rank, "running", True) for rank in (0, 1)
             ]
             how = ["--rank", "1", "--seconds", "1", "--idle", "-o", "-"]

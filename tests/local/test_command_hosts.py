@@ -169,7 +169,7 @@ def test_clients_look_at_a_command(folder: Path) -> None:
     hosts.until_registered()
     samples, missing = ask_samples(hosts.client)
     pids = {replica: pids[0] for replica, pids in hosts.starts().items()}
-    assert {sample.rank: sample.pid for sample in samples} == pids and not missing
+    assert {sample.rank: sample.pid for sample in samples.ranks} == pids and not missing
     taken, _ = ask_stacks(hosts.client)
     assert {found.pid for found in taken} >= set(pids.values())
     os.kill(hosts.processes[1].pid, signal.SIGUSR1)  # which ends a shell

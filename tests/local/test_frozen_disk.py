@@ -78,7 +78,7 @@ def test_no_host_of_a_batch_job_is_lost(folder: Path, script: Callable[[str], st
         (folder / "printed").unlink()
         with frozen(hosts, disk):  # while ranks end
             (folder / "go_1").touch()
-            assert [sample.rank for sample in ask_samples(hosts.client)[0]] == [0, 1]
+            assert [sample.rank for sample in ask_samples(hosts.client)[0].ranks] == [0, 1]
         assert hosts.wait() == [0, 0]
         assert "restart 1 of 1 after: rank 1" in hosts.err(0)
         assert "does not answer" not in hosts.err(0) + hosts.err(1)

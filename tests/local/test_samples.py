@@ -22,7 +22,7 @@ from torchx_monarch.client.rank_queries import ask_events, ask_samples
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.host.ranks.rank_samples import take_samples
-from torchx_monarch.insight.rank_sample import RankSample
+from torchx_monarch.insight.rank_sample import RankSample, RankSamples
 from torchx_monarch.insight.timeline import build
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.system.console import WriterThread
@@ -53,7 +53,7 @@ def wait_for(hosts: Hosts, holds: Callable[[dict[int, RankSample]], bool]) -> di
             found, missing = ask_samples(hosts.client)
             assert not missing
             samples.clear()
-            samples.update({sample.rank: sample for sample in found})
+            samples.update({sample.rank: sample for sample in found.ranks})
         return holds(samples)
 
     until(are_there, lambda: f"these samples to be as expected: {samples}", every=0.05)
@@ -69,7 +69,7 @@ def test_a_host_reads_proc_once_and_not_on_its_event_loop(tmp_path: Path) -> Non
         if event == "open" and not is_over and str(args[0]).startswith("/proc/"):
             opened.append((str(args[0]), threading.current_thread() is threading.main_thread()))
 
-    async def main() -> list[RankSample]:
+    async def main() -> RankSamples:
         ranks = [Rank(number, number, lambda: None) for number in range(2)]
         for rank in ranks:
             rank.begin(os.posix_spawnp("sleep", ["sleep", "300"], os.environ, setsid=True))
@@ -86,7 +86,7 @@ def test_a_host_reads_proc_once_and_not_on_its_event_loop(tmp_path: Path) -> Non
         samples = asyncio.run(main())
         assert [path for path, on_loop in opened if on_loop or "/task/" in path] == []
         assert [path for path, _ in opened].count("/proc/1/stat") == 1
-        assert [sample.state for sample in samples] == ["running", "running"]
+        assert [sample.state for sample in samples.ranks] == ["running", "running"]
     finally:
         is_over = True
 
@@ -100,9 +100,9 @@ def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) 
         lambda found: (
             len(found) == 4
             and found[2].state == "stopped"
-            and not found[2].groups  # a stopped process does not answer; it may have been asked before
-            and all(found[rank].groups and len(found[rank].groups[0].recent) == 6 for rank in (0, 1))
-            and found[3].collectives == 5  # on a busy machine a rank may answer too late
+            and found[2].collectives is None  # a stopped process does not answer; it may have been asked before
+            # On a busy machine a rank may answer too late.
+            and [found[rank].collectives for rank in (0, 1, 3)] == [6, 6, 5]
             and all(sample.last_line for sample in found.values())
         ),
     )
@@ -123,8 +123,9 @@ def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) 
         sample.last_output is not None and began < sample.last_output <= sample.time for sample in samples.values()
     )
     assert samples[0].last_line.startswith("loss \\x1b[31m0 xxx") and len(samples[0].last_line) == 200
-    assert samples[0].collectives == 6
-    assert samples[0].groups[0].ranks == "0-3"
+    calls = {rank: calls for calls in ask_samples(hosts.client)[0].calls for rank in calls.ranks}
+    assert calls[0].members == calls[3].members == "0-3" and calls[0].waiting == 6 and not calls[3].waiting
+    assert len(calls[0].called) == 6 and calls[0].waited > 0
     happened = ask_events(hosts.client.target, WITHIN)
     drawn = build(happened, [RoleSpec("trainer", 2, workload=WorkloadKind.RANKS)], end=time.time())
     assert [event["kind"] for event in happened[:3]] == ["job_started", "hosts", "ranks"]
@@ -140,7 +141,7 @@ def test_a_rank_that_has_ended_and_the_runs_of_an_allocation(folder: Path, scrip
             time.sleep(1000)
     """)
     hosts = Live(folder, torchrun(path)).ready()
-    assert ask_samples(hosts.client) == ([], {})
+    assert ask_samples(hosts.client) == (RankSamples(), {})
     running = hosts.job.run_spmd_async(workspace=None)
     samples = wait_for(hosts, lambda found: len(found) == 2 and found[0].state == "ended")
     assert samples[0].last_line == "done" and samples[0].cpu_seconds == 0

@@ -168,10 +168,11 @@ def test_nothing_of_it_reaches_the_programs_files(folder: Path, script: Callable
     """)
     hosts = Hosts(folder, torchrun(path, nproc=4), options=NO_PRELOAD, environ={"OPENED": str(folder / "o")}).start()
     wait_for(hosts, "ready", 4)
-    for _ in range(3):
-        stacks, missing = ask_stacks(hosts.client)
+    for asked in ([None], range(4)):
+        answers = [ask_stacks(hosts.client, rank) for rank in asked]
+        stacks = [process for found, _ in answers for process in found]
         ranks = {process.rank: process for process in stacks if not process.child}
-        assert not missing
+        assert not any(missing for _, missing in answers)
         assert functions(ranks[0]) == ["<module>"] and not ranks[0].problem
         assert "no stacks: not a Python program" in ranks[1].problem
         assert ranks[2].problem == "blocks the signal that asks for stacks"

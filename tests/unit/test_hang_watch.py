@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -13,12 +14,12 @@ import pytest
 from tests.waits import WITHIN, until_async
 from torchx_monarch.controller import hang_watch
 from torchx_monarch.controller.hang_watch import HangWatch
-from torchx_monarch.controller.host_messages import CollectivesRead, ReadCollectives, Request
-from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.insight.hangs import Hang, RankCollectives
+from torchx_monarch.controller.host_messages import ReadCollectives, Request
+from torchx_monarch.controller.hosts import Answers, JobHosts
+from torchx_monarch.insight.hangs import Hang, HostCollectives, RankCollectives
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus
-from torchx_monarch.insight.stacks import ProcessStacks
+from torchx_monarch.insight.stacks import SharedStacks
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.system.console import Console, WriterThread
 
@@ -40,15 +41,19 @@ class Ranks:
         self.missing: dict[int, str] = {}
         self.asked: list[Request[Any]] = []
 
+    async def collect_shared(self, request: Request[Any], timeout: float, afresh: bool) -> Answers[Any]:
+        self.asked.append(request)
+        return Answers({0: [SharedStacks(((1, 0, 9),), "", (), "stopped (SIGSTOP)")]}, {})
+
     async def collect(self, request: Request[Any], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
         self.asked.append(request)
-        if not isinstance(request, ReadCollectives):
-            return {0: [ProcessStacks(1, 0, 9, problem="stopped (SIGSTOP)")]}, {}
+        assert isinstance(request, ReadCollectives)
         waiting = Collective(1, "gloo:barrier", (), 100 - self.waited) if self.waited else None
         first = GroupStatus("0", "0-1", 1, 0, waiting) if self.waited else GroupStatus("0", "0-1", 1, 1)
         groups = [first, GroupStatus("0", "0-1", 0 if self.waited else 1, 0)]
-        ranks = tuple(RankCollectives(rank, 100, (group,)) for rank, group in enumerate(groups))
-        return {0: CollectivesRead(self.waited, ranks if request.details else (), quiet=self.quiet)}, self.missing
+        ranks = [RankCollectives(rank, 100, (group,)) for rank, group in enumerate(groups)]
+        read = HostCollectives.from_ranks(ranks, request.details)
+        return {0: dataclasses.replace(read, longest_wait=self.waited, quiet=self.quiet)}, self.missing
 
 
 class Notes(Reporter):

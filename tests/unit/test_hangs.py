@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import pytest
 
 from torchx_monarch.host.ranks.rank_recorder import format_ranks
-from torchx_monarch.insight.hangs import Fault, RankCollectives, describe_places, diagnose
+from torchx_monarch.insight.hangs import Fault, HostCollectives, RankCollectives, describe_places, diagnose
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus, parse_ranks
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
+from torchx_monarch.model.codec import decode
 
 NOW = 1000.0
 
@@ -34,7 +36,7 @@ def at(
 
 def test_ranks_that_wait_inside_the_kernel_are_named_whether_or_not_others_wait() -> None:
     ranks = [RankCollectives(rank, NOW, (), kernel_wait=20.0 * rank) for rank in range(4)]
-    hang = diagnose(ranks, 10.0, kernel_after=30.0)
+    hang = diagnose(as_received(ranks), 10.0, kernel_after=30.0)
     assert hang is not None
     assert hang.describe() == "ranks 2-3 have waited inside the kernel for 60 s"
     assert diagnose(ranks, 10.0, at_most=9.0, kernel_after=30.0) is None
@@ -43,7 +45,15 @@ def test_ranks_that_wait_inside_the_kernel_are_named_whether_or_not_others_wait(
 def found(world: World, hang_after: float = 10.0, at_most: float = 1e9) -> tuple[Fault, tuple[int, ...], str] | None:
     ranks = [RankCollectives(rank, NOW, None if groups is None else tuple(groups)) for rank, groups in world.items()]
     hang = diagnose(ranks, hang_after, at_most)
+    assert diagnose(as_received(ranks), hang_after, at_most) == hang
     return None if hang is None else (hang.fault, hang.ranks, hang.describe())
+
+
+def as_received(ranks: Sequence[RankCollectives]) -> list[RankCollectives]:
+    """The ranks as replica 0 gets them of hosts with two each."""
+    hosts = [HostCollectives.from_ranks(ranks[at : at + 2], details=True) for at in range(0, len(ranks), 2)]
+    answers = [decode(HostCollectives, json.loads(json.dumps(host, default=vars))) for host in hosts]
+    return [rank for answer in answers for rank in answer.ranks()]
 
 
 def waits(count: int, *others: GroupStatus, waited: float = 12.0) -> list[GroupStatus]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.waits import WITHIN, until_async
+from torchx_monarch.controller import hosts as hosts_module
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_events import HostLost
 from torchx_monarch.controller.host_messages import (
@@ -23,6 +24,7 @@ from torchx_monarch.controller.host_messages import (
     ProbeFile,
     Request,
     SampleRanks,
+    TakeStacks,
     WatchRanks,
     decode_report,
     decode_request,
@@ -116,11 +118,36 @@ def test_a_request_that_is_too_large_is_the_failure_of_that_request_alone(tmp_pa
 def test_a_host_that_does_not_answer_in_time_is_named_and_its_request_cancelled(tmp_path: Path) -> None:
     async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
         for replica in replicas[:2]:
-            replica.answer.set_result([])
+            replica.answer.set_result("")
         answers, missing = await hosts.collect(SampleRanks(), 0.5)
-        assert answers == {0: [], 1: []}
+        assert answers == {0: "", 1: ""}
         assert missing == {2: "no answer within 0.5 s"}
         await until_async(lambda: replicas[2].cancelled == [SampleRanks()], "the cancellation")
+
+    run(tmp_path, scenario)
+
+
+def test_answers_are_shared_by_all_who_ask_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts_module, "_SHARED_FOR", 2 * WITHIN)
+
+    async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+        asking = [asyncio.ensure_future(hosts.collect_shared(TakeStacks(None), WITHIN)) for _ in range(3)]
+        await until_async(lambda: all(replica.asked for replica in replicas), "the first requests")
+        for replica in replicas:
+            replica.answer.set_result([])
+        first, *others = await asyncio.gather(*asking, hosts.collect_shared(TakeStacks(None), WITHIN))
+        assert first.by_replica == {0: [], 1: [], 2: []} and all(answers is first for answers in others)
+        assert [len(replica.asked) for replica in replicas] == [1, 1, 1]
+        # That of the watch for hangs, which is also saved, is always made, and then the answer to clients.
+        saved = await hosts.collect_shared(TakeStacks(None, "while ranks hang"), WITHIN, afresh=True)
+        assert saved is not first and await hosts.collect_shared(TakeStacks(None), WITHIN) is saved
+        await hosts.collect_shared(TakeStacks(1), WITHIN)
+        rendezvous.members.form(rendezvous.members.able)  # the ranks of another attempt
+        monkeypatch.setattr(hosts_module, "_SHARED_FOR", 0.0)
+        await hosts.collect_shared(TakeStacks(None), WITHIN)
+        await asyncio.sleep(0.01)
+        await hosts.collect_shared(TakeStacks(None), WITHIN)
+        assert [len(replica.asked) for replica in replicas] == [5, 5, 5]
 
     run(tmp_path, scenario)
 

@@ -23,6 +23,7 @@ from torchx_monarch.cli import jobs, ls
 from torchx_monarch.cli import status as status_command
 from torchx_monarch.cli.status import facts, only_roles, render, show_when
 from torchx_monarch.insight import events
+from torchx_monarch.insight.rank_sample import NO_SAMPLES
 from torchx_monarch.insight.timeline import Moment
 from torchx_monarch.insight.timeline import build as build_timeline
 from torchx_monarch.model.host_result import HostResult
@@ -448,7 +449,7 @@ def test_ranks_that_wait_in_a_breakpoint_are_named_until_they_go_on() -> None:
 def test_the_ranks_of_one_role_are_asked_while_another_one_starts(
     phase: str, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask_samples, scheduler = Mock(return_value=([], {})), Mock()
+    ask_samples, scheduler = Mock(return_value=(NO_SAMPLES, {})), Mock()
     scheduler.apps.replica_log.return_value = []
     monkeypatch.setattr(jobs, "ask_samples", ask_samples)
     status = replace(status_of(snapshot()), phase=phase)

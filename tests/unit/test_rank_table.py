@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torchx_monarch.cli.jobs import JobFacts
 from torchx_monarch.cli.output import Screen
 from torchx_monarch.cli.status import render
 from torchx_monarch.cli.top import rank_table, show_bytes
+from torchx_monarch.client.rank_queries import read_samples
 from torchx_monarch.host.ranks.rank_recorder import format_ranks
 from torchx_monarch.insight import timeline
 from torchx_monarch.insight.rank_sample import (
@@ -25,7 +27,9 @@ from torchx_monarch.insight.rank_sample import (
     GroupStatus,
     Progress,
     RankSample,
+    RankSamples,
     RankView,
+    group_calls,
     lateness,
     rank_views,
 )
@@ -33,10 +37,35 @@ from torchx_monarch.insight.timeline import Moment
 from torchx_monarch.schedulers.job_status import JobStatus
 
 
-def sample(rank: int, time: float = 100.0, **more: Any) -> RankSample:
+@dataclass(frozen=True)
+class Rank:
+    """What a host knows of a rank at one moment."""
+
+    sample: RankSample
+    groups: tuple[GroupStatus, ...] = ()
+
+
+def sample(rank: int, time: float = 100.0, groups: tuple[GroupStatus, ...] = (), **more: Any) -> Rank:
     values: dict[str, Any] = {"local_rank": rank % 8, "replica": rank // 8, "host": f"node{rank // 8}"}
     values.update(pid=1000 + rank, attempt=0, state="running", started=50.0, cpu_seconds=10.0, rss_bytes=300 << 20)
-    return RankSample(time, rank, **{**values, **more})
+    return Rank(RankSample(time, rank, **{**values, **more}), groups)
+
+
+def as_received(ranks: Iterable[Rank]) -> RankSamples:
+    """The samples of ranks as a client gets them of the hosts."""
+    by_host: dict[int, list[Rank]] = {}
+    for rank in ranks:
+        by_host.setdefault(rank.sample.replica, []).append(rank)
+    texts = []
+    for host in by_host.values():
+        samples = tuple(rank.sample.with_activity(rank.groups, rank.sample.progress) for rank in host)
+        calls = group_calls({rank.sample.rank: rank.groups for rank in host}, host[0].sample.time)
+        texts.append(RankSamples(samples, calls).to_text())
+    return read_samples(texts)
+
+
+def views(ranks: Iterable[Rank], before: Iterable[Rank] = ()) -> list[RankView]:
+    return rank_views(as_received(ranks), as_received(before))
 
 
 def group(enqueued: int, called: float = 0.0, name: str = "0", ranks: tuple[int, ...] = (0, 1, 2)) -> GroupStatus:
@@ -52,7 +81,7 @@ def test_late_is_the_rank_for_which_others_wait() -> None:
         sample(2, groups=(group(6, called=99.0),)),
         sample(3, groups=(group(1, called=11.0, name="1", ranks=(0, 3)),)),
     ]
-    assert [row.waited_for for row in rank_views(samples)] == [None, 5.0, None, None]
+    assert [row.waited_for for row in views(samples)] == [None, 5.0, None, None]
 
 
 def test_ranks_of_a_host_are_folded() -> None:
@@ -60,7 +89,7 @@ def test_ranks_of_a_host_are_folded() -> None:
     before = [sample(rank, 99.0, cpu_seconds=9.0, groups=(group(1),)) for rank in range(16)]
     after = [sample(rank, groups=(group(3 + rank),), devices=(device,)) for rank in range(15)]
     after.append(sample(15, state="stopped", last_line="the last"))
-    _, first, second = rank_table(rank_views(after, before), 120, by_host=True)
+    _, first, second = rank_table(views(after, before), 120, by_host=True)
     assert first.split() == ["0-7", "node0", "running", "800%", "2.3G", "50%", "64G", "2.0"]
     assert "7 running, 1 stopped" in second and second.endswith("  the last")
 
@@ -70,10 +99,10 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     text = "epoch 3/8 loss 0.123 \x1b[31m" + "x" * 200
     device = DeviceUse(0, "H100", 1.0, 70 << 30, 80 << 30)
     samples = [sample(rank, last_line=text, devices=(device,), groups=(group(9, 1.0),)) for rank in range(256)]
-    lines = rank_table(rank_views(samples, [sample(rank, 99.0) for rank in range(256)]), width)
+    lines = rank_table(views(samples, [sample(rank, 99.0) for rank in range(256)]), width)
     assert len(lines) == 257 and max(map(len, lines)) <= width
     assert "\x1b" not in "".join(lines) and "epoch" in lines[1]
-    folded = rank_table(rank_views(samples), width, by_host=True)
+    folded = rank_table(views(samples), width, by_host=True)
     assert len(folded) == 33 and max(map(len, folded)) <= width
 
 
@@ -84,7 +113,7 @@ def test_a_table_for_people() -> None:
         sample(1, groups=(group(309),), state="stopped", cpu_seconds=8.0),
         sample(2, groups=(group(310, called=97.0),), state="uninterruptible", rss_bytes=1700 << 20),
     ]
-    assert rank_table(rank_views(after, before), 80) == [
+    assert rank_table(views(after, before), 80) == [
         "RANK  HOST    PID  STATE       CPU   RSS  COLL/S   LATE  LAST LINE",
         "   0  node0  1000  running    100%  300M     150         step 31 loss 0.42",
         "   1  node0  1001  stopped      0%  300M     150  3.5 s",
@@ -100,16 +129,20 @@ def test_a_size_has_five_characters(count: int, shown: str) -> None:
     assert show_bytes(count) == shown
 
 
-def calling(rank: int, time: float = 100.0, called: tuple[float, ...] = (), **more: object) -> RankSample:
+def calling(rank: int, time: float = 100.0, called: tuple[float, ...] = (), **more: object) -> Rank:
     """A sample of a rank that has called collectives 1, 2, … of a group of two ranks at the given times."""
     recent = tuple(Collective(number, "gloo:all_reduce", called=at) for number, at in enumerate(called, 1))
     groups = (GroupStatus("0", "0-1", len(called), len(called), None, recent),) if called else ()
-    told = RankSample(time, rank, rank, 0, "node", 10 + rank, 0, "running", 1.0, 5.0, 1 << 30, groups=groups)
-    return replace(told, **more)  # type: ignore[arg-type]
+    sample = RankSample(time, rank, rank, 0, "node", 10 + rank, 0, "running", 1.0, 5.0, 1 << 30)
+    return Rank(replace(sample, **more), groups)  # type: ignore[arg-type]
+
+
+def late(ranks: Iterable[Rank]) -> dict[int, float]:
+    return lateness(as_received(ranks).by_group())
 
 
 @pytest.mark.parametrize(
-    ("times", "late"),
+    ("times", "expected"),
     [
         ({0: (1.0, 2.0), 1: (1.5, 2.25)}, {0: 0.0, 1: 0.375}),
         ({0: (1.0, 2.0), 1: (1.5,)}, {0: 0.0, 1: 0.5}),  # it has not called the second one yet
@@ -119,26 +152,27 @@ def calling(rank: int, time: float = 100.0, called: tuple[float, ...] = (), **mo
         ({0: (), 1: ()}, {}),
     ],
 )
-def test_which_rank_is_late(times: dict[int, tuple[float, ...]], late: dict[int, float]) -> None:
-    assert lateness([calling(rank, called=called) for rank, called in times.items()]) == late
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_which_rank_is_late(times: dict[int, tuple[float, ...]], expected: dict[int, float], hosts: int) -> None:
+    assert late(calling(rank, called=called, replica=rank % hosts) for rank, called in times.items()) == expected
 
 
 def test_collectives_that_a_sample_no_longer_tells_do_not_count() -> None:
     old = calling(0, called=(1.0, 2.0))
     new = replace(old.groups[0], recent=old.groups[0].recent[1:])
-    assert lateness([replace(old, groups=(new,)), calling(1, called=(9.0, 2.5))]) == {0: 0.0, 1: 0.5}
+    assert late([replace(old, groups=(new,)), calling(1, called=(9.0, 2.5))]) == {0: 0.0, 1: 0.5}
 
 
 def test_what_an_earlier_sample_tells_counts_too() -> None:
     before = [calling(rank, 98.0, (1.0 + rank,)) for rank in range(2)]
-    now = [replace(sample, time=100.0, groups=(replace(sample.groups[0], recent=()),)) for sample in before]
-    assert [view.late_by for view in rank_views(now, before)] == [0.0, 1.0]
+    now = [Rank(replace(rank.sample, time=100.0), (replace(rank.groups[0], recent=()),)) for rank in before]
+    assert [view.late_by for view in views(now, before)] == [0.0, 1.0]
 
 
 def test_a_rank_of_two_groups_is_as_late_as_in_the_worse_one() -> None:
     ranks = [calling(0, called=(1.0,)), calling(1, called=(2.0,))]
     twice = [replace(rank, groups=(*rank.groups, replace(rank.groups[0], name="1"))) for rank in ranks]
-    assert lateness(twice) == {0: 0.0, 1: 1.0}
+    assert late(twice) == {0: 0.0, 1: 1.0}
 
 
 def test_rates_of_two_samples() -> None:
@@ -148,11 +182,11 @@ def test_rates_of_two_samples() -> None:
         calling(1, called=(1.0,), cpu_seconds=0.0, state="ended"),
         calling(0, called=(1.0, 2.0, 3.0), cpu_seconds=8.0),
     ]
-    found = rank_views(now, before)
+    found = views(now, before)
     assert [(view.rank, view.cpu, view.collectives_per_second) for view in found] == [
         *[(0, 1.5, 1.0), (1, None, None), (2, None, None)]
     ]
-    assert [view.cpu for view in rank_views(now, [])] == [None] * 3
+    assert [view.cpu for view in views(now)] == [None] * 3
 
 
 def test_a_status_shows_what_ranks_do_in_a_few_lines() -> None:
@@ -163,7 +197,7 @@ def test_a_status_shows_what_ranks_do_in_a_few_lines() -> None:
         calling(0, called=(1.0, 2.0, 3.0), cpu_seconds=7.0, progress=progress, last_output=99.0, devices=(device,)),
         calling(1, called=(1.2, 2.2, 3.2), cpu_seconds=7.2, rss_bytes=3 << 29, state="stopped"),
     ]
-    status = JobStatus("h://s/a", "a", "RUNNING", phase="running", last_output=99.0, activity=rank_views(now, before))
+    status = JobStatus("h://s/a", "a", "RUNNING", phase="running", last_output=99.0, activity=views(now, before))
     assert render(status, 101.0).splitlines()[2:] == [
         "  last output  2.0 s ago",
         "  progress     step 20 of 100, 1 min 20 s left, checkpoint of step 10, loss 0.1234, \\x1b 1",
@@ -171,13 +205,13 @@ def test_a_status_shows_what_ranks_do_in_a_few_lines() -> None:
         "  each rank    CPU 1.00-1.10 cores, memory 1.00-1.50 GiB, GPU 50 %; rank 1 is stopped",
     ]
     assert status.to_json()["activity"][0]["progress"]["step"] == 20
-    hanging = [replace(view, waited_for=12.0 if view.rank == 0 else None) for view in rank_views(now, before)]
+    hanging = [replace(view, waited_for=12.0 if view.rank == 0 else None) for view in views(now, before)]
     assert "a second; others wait for rank 0, for 12.0 s" in render(replace(status, activity=hanging), 101.0)
-    quiet = [replace(view, quiet=40.0 + view.rank) for view in rank_views(now, before)]
+    quiet = [replace(view, quiet=40.0 + view.rank) for view in views(now, before)]
     said = "  collectives  no rank has called one or printed anything for 40.0 s: torchx monarch stacks h://s/a"
     assert said in render(replace(status, activity=quiet), 101.0).splitlines()
-    many = [replace(sample, rank=rank, state="stopped") for rank in range(9) for sample in now[1:]]
-    shown = render(replace(status, activity=rank_views(many, [])), 101.0)
+    many = [Rank(replace(now[1].sample, rank=rank, state="stopped")) for rank in range(9)]
+    shown = render(replace(status, activity=views(many)), 101.0)
     assert shown.endswith("rank 0 is stopped; rank 1 is stopped; rank 2 is stopped; …")
 
 

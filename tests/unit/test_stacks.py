@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -21,11 +22,14 @@ from torchx_monarch.insight.profile import RankProfile, collapsed, flame_graph, 
 from torchx_monarch.insight.stacks import (
     Frame,
     ProcessStacks,
+    SharedStacks,
     ThreadStack,
     parse_faulthandler,
     rank_ranges,
     render,
+    shared_stacks,
 )
+from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.system.process_status import kernel_wait
 
 DUMP = """Thread 0x00007f24b1ffb640 (most recent call first):
@@ -120,6 +124,19 @@ def test_other_threads_are_groups_of_their_own() -> None:
     ]
     titles = [line for line in render(ranks) if not line.startswith(" ")]
     assert titles == ["ranks 0-1: main thread", "ranks 0-1: other thread"]
+
+
+def test_equal_stacks_are_sent_and_decoded_once() -> None:
+    stacks = [*(process(rank, "all_reduce", "main") for rank in range(5)), process(5, "load", "main")]
+    hosts = [shared_stacks(stacks[at : at + 2]) for at in (0, 2, 4)]
+    assert [len(host) for host in hosts] == [1, 1, 2]
+    received = [decode(list[SharedStacks], json.loads(json.dumps(host, default=vars))) for host in hosts]
+    assert received[0][0].threads is received[1][0].threads
+    together = shared_stacks(itertools.chain(*received))
+    assert [len(shared.processes) for shared in together] == [5, 1]
+    assert [process for shared in together for process in shared.each_process()] == stacks
+    with pytest.raises(DecodeError, match="file is 1, not str"):
+        decode(SharedStacks, {**vars(together[0]), "threads": [{"name": "", "frames": [{"file": 1}]}]})
 
 
 _SVG = "{http://www.w3.org/2000/svg}"

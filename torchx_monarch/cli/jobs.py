@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +23,7 @@ from torchx_monarch.client.rank_queries import SAMPLES_TIMEOUT, ask_events, ask_
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.progress import SIGN_OF_LIFE_EVERY
-from torchx_monarch.insight.rank_sample import RankSample, RankView, rank_views
+from torchx_monarch.insight.rank_sample import NO_SAMPLES, RankSamples, RankView, rank_views
 from torchx_monarch.insight.timeline import Moment, Timeline
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.model.state import State
@@ -79,7 +79,8 @@ class JobReader:
     address: str
     timeout: float
     hosts: Hosts | None = None
-    _samples: Sequence[RankSample] = ()
+    _samples: RankSamples = NO_SAMPLES
+    _before: RankSamples = NO_SAMPLES
 
     def read_app(self) -> tuple[AppSnapshot, AppStatus]:
         """Return the snapshot and the state of the app; raise CommandError if there is no such app."""
@@ -131,12 +132,13 @@ class JobReader:
 
     def _ask_ranks(self, hosts: Hosts, pause: float) -> tuple[list[RankView], dict[str, str]]:
         """Return what each rank does, with rates since the time before, and why a host has not answered."""
-        if pause and not self._samples:
+        if pause and not self._samples.ranks:
             self._samples = ask_samples(hosts, self.timeout)[0]
-            time.sleep(pause if self._samples else 0)
+            time.sleep(pause if self._samples.ranks else 0)
         samples, missing = ask_samples(hosts, self.timeout)
-        before, self._samples = self._samples, samples or self._samples
-        return rank_views(samples, before), missing
+        if samples.ranks and samples != self._samples:  # equal within a second: replica 0 answers the same
+            self._before, self._samples = self._samples, samples
+        return rank_views(samples, self._before), missing
 
     def _ask_events(self, app: AppSnapshot) -> list[Event]:
         """Return the events that replica 0 of each role has; none of a role whose replica 0 cannot be reached."""

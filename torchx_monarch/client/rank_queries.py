@@ -6,8 +6,8 @@ The functions with ``Hosts`` raise as ``Hosts`` does; replica 0 refuses if its h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.client.hosts import Hosts
@@ -15,11 +15,9 @@ from torchx_monarch.exceptions import AllocationError
 from torchx_monarch.insight import events
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.profile import RankProfile
-from torchx_monarch.insight.rank_sample import RankSample
-from torchx_monarch.insight.stacks import ProcessStacks, rank_ranges
+from torchx_monarch.insight.rank_sample import RankSamples
+from torchx_monarch.insight.stacks import ProcessStacks, SharedStacks, rank_ranges
 from torchx_monarch.model.codec import decode
-
-T = TypeVar("T")
 
 _CONNECT_TIMEOUT = 5.0
 """Seconds to wait for the connection: somebody waits for the answer."""
@@ -45,15 +43,31 @@ def ask_events(target: Target, timeout: float) -> list[Event]:
     return found
 
 
-def ask_samples(hosts: Hosts, timeout: float = SAMPLES_TIMEOUT) -> tuple[list[RankSample], dict[str, str]]:
+def ask_samples(hosts: Hosts, timeout: float = SAMPLES_TIMEOUT) -> tuple[RankSamples, dict[str, str]]:
     """Return a sample of each rank, in their order, and why a host has not answered, by replica."""
-    samples, missing = _ask(hosts, {"type": "samples"}, RankSample, timeout)
-    return sorted(samples, key=lambda sample: sample.rank), missing
+    answers, missing = _ask(hosts, {"type": "samples"}, timeout)
+    return read_samples(answers), missing
+
+
+def read_samples(answers: Iterable[str]) -> RankSamples:
+    """Read the samples of all hosts."""
+    found = [*map(RankSamples.from_text, answers)]
+    ranks = sorted((rank for samples in found for rank in samples.ranks), key=lambda rank: rank.rank)
+    return RankSamples(tuple(ranks), tuple(calls for samples in found for calls in samples.calls))
 
 
 def ask_stacks(hosts: Hosts, rank: int | None = None) -> tuple[list[ProcessStacks], dict[str, str]]:
-    """Return the stacks of the ranks that run, and why a host has not answered, by replica."""
-    return _ask(hosts, {"type": "stacks", "rank": rank}, ProcessStacks, _STACKS_TIMEOUT)
+    """Return the stacks of the ranks that run, in their order, and why a host has not answered, by replica."""
+    answers, missing = _ask(hosts, {"type": "stacks", "rank": rank}, _STACKS_TIMEOUT)
+    return read_stacks(answers), missing
+
+
+def read_stacks(answers: Iterable[Sequence[object]]) -> list[ProcessStacks]:
+    """Read the stacks of all processes."""
+    found = [
+        stacks for answer in answers for shared in answer for stacks in decode(SharedStacks, shared).each_process()
+    ]
+    return sorted(found, key=lambda stacks: (stacks.rank, bool(stacks.child), stacks.pid))
 
 
 def ask_profiles(
@@ -64,28 +78,29 @@ def ask_profiles(
     With ``idle`` threads that wait are sampled as well.
     """
     greeting = {"type": "profile", "ranks": sorted(ranks), "seconds": seconds, "idle": idle}
-    profiles, missing = _ask(hosts, greeting, RankProfile, seconds + _STACKS_TIMEOUT)
+    answers, missing = _ask(hosts, greeting, seconds + _STACKS_TIMEOUT)
+    profiles = [decode(RankProfile, profile) for answer in answers for profile in answer]
     return sorted(profiles, key=lambda profile: profile.rank), missing
 
 
 def describe_absent(hosts: Hosts, ranks: Iterable[int]) -> str:
     """Say that none of these ranks runs, and which do."""
-    running = [sample.rank for sample in ask_samples(hosts)[0] if sample.state != "ended"]
+    running = [sample.rank for sample in ask_samples(hosts)[0].ranks if sample.state != "ended"]
     text = f"not among the ranks that run: {rank_ranges(sorted(ranks))}. They are {rank_ranges(running)}"
     return text if running else "no rank runs"
 
 
-def _ask(hosts: Hosts, greeting: Mapping[str, object], kind: type[T], timeout: float) -> tuple[list[T], dict[str, str]]:
-    """Return what the hosts answer: values in a field whose name is the ``type`` of the greeting."""
+def _ask(hosts: Hosts, greeting: Mapping[str, object], timeout: float) -> tuple[list[Any], dict[str, str]]:
+    """Return what each message tells in the field whose name is the ``type`` of the greeting."""
 
-    def ask_at(target: Target) -> tuple[list[T], dict[str, str]]:
-        found: list[T] = []
+    def ask_at(target: Target) -> tuple[list[Any], dict[str, str]]:
+        found: list[Any] = []
         with Connection.open(target, dict(greeting), _CONNECT_TIMEOUT) as link:
             while True:
                 answer = link.answer(timeout)
                 if answer.get("type") == "end":
                     return found, {str(replica): str(why) for replica, why in dict(answer.get("missing") or {}).items()}
-                found += [decode(kind, value) for value in answer[str(greeting["type"])]]
+                found.append(answer[str(greeting["type"])])
 
     try:
         return hosts.reach(ask_at, wait=False)

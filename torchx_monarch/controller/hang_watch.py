@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from torchx_monarch.controller.host_messages import ReadCollectives, TakeStacks
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.insight.hangs import Fault, Hang, describe_places, diagnose
-from torchx_monarch.insight.stacks import rank_ranges
+from torchx_monarch.insight.stacks import ProcessStacks, rank_ranges
 
 _LOOKS = 10
 """Looks within the seconds after which ranks hang. A wait that may become a hang is looked at when it does."""
@@ -109,9 +109,8 @@ class HangWatch:
         """Report once where all ranks are that have printed and called nothing, as when each waits to receive."""
         was_quiet, self._is_quiet = self._is_quiet, seconds >= hang_after
         if self._is_quiet and not was_quiet:
-            answers, _ = await self._hosts.collect(TakeStacks(None, save_as="while ranks are quiet"), _TIMEOUT)
-            stacks = [*itertools.chain(*answers.values())]
-            places = describe_places({process.rank for process in stacks}, stacks)
+            stacks = await self._take_stacks("while ranks are quiet")
+            places = describe_places([process.rank for process in stacks], stacks)
             text = f"no rank has called a collective or printed anything for {seconds:.0f} s; {places}"
             self._reporter.report("quiet", f"{text} (torchx monarch stacks)", attempt=attempt, quiet=round(seconds, 3))
 
@@ -119,15 +118,19 @@ class HangWatch:
         answers, missing = await self._hosts.collect(ReadCollectives(details=True), _TIMEOUT)
         if missing or self._rests:
             return None
-        ranks = [rank for answer in answers.values() for rank in answer.ranks]
+        ranks = [rank for answer in answers.values() for rank in answer.ranks()]
         return diagnose(ranks, hang_after, self._at_most(), kernel_after)
 
     def _at_most(self) -> float:
         return asyncio.get_running_loop().time() - self._since
 
+    async def _take_stacks(self, save_as: str) -> list[ProcessStacks]:
+        answers = await self._hosts.collect_shared(TakeStacks(None, save_as), _TIMEOUT, afresh=True)
+        return [stacks for shared in itertools.chain(*answers.by_replica.values()) for stacks in shared.each_process()]
+
     async def _report(self, hang: Hang, attempt: int) -> Hang:
-        answers, _ = await self._hosts.collect(TakeStacks(None, save_as="while ranks hang"), _TIMEOUT)
-        hang = dataclasses.replace(hang, place=describe_places(hang.ranks, itertools.chain(*answers.values())))
+        stacks = await self._take_stacks("while ranks hang")
+        hang = dataclasses.replace(hang, place=describe_places(hang.ranks, stacks))
         self._reporter.report(
             "hang",
             f"hang: {hang.describe()}",

@@ -20,10 +20,10 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, Generic, TypeAlias, TypeVar, get_args
 
-from torchx_monarch.insight.hangs import RankCollectives
+from torchx_monarch.insight.hangs import HostCollectives
 from torchx_monarch.insight.profile import RankProfile
-from torchx_monarch.insight.rank_sample import RankSample, StepsRead
-from torchx_monarch.insight.stacks import ProcessStacks
+from torchx_monarch.insight.rank_sample import StepsRead
+from torchx_monarch.insight.stacks import SharedStacks
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_facts import HostFacts
 from torchx_monarch.model.job_result import RankExit
@@ -128,11 +128,11 @@ class StopAtStep(Request[StepsRead]):
 
 
 @dataclasses.dataclass(frozen=True)
-class TakeStacks(Request[list[ProcessStacks]]):
+class TakeStacks(Request[list[SharedStacks]]):
     """Take the stacks of the ranks of the host, or of one global rank."""
 
     rank: int | None
-    save_as: str = ""
+    save_as: str = dataclasses.field(default="", compare=False)
     """Title under which they are also written into the folder of the attempt; empty for not."""
 
 
@@ -146,29 +146,15 @@ class ProfileRanks(Request[list[RankProfile]]):
 
 
 @dataclasses.dataclass(frozen=True)
-class CollectivesRead:
-    """The longest waits of a host's ranks in seconds, and (for ``details``) its ranks that run.
-
-    ``longest_wait`` is in a collective, ``kernel_wait`` inside the kernel. No rank has printed or called anything for
-    ``quiet`` seconds; None if none runs.
-    """
-
-    longest_wait: float
-    ranks: tuple[RankCollectives, ...]
-    kernel_wait: float = 0.0
-    quiet: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadCollectives(Request[CollectivesRead]):
+class ReadCollectives(Request[HostCollectives]):
     """Read the state of the collectives of the host's ranks; with ``details`` all of it, else the longest wait."""
 
     details: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleRanks(Request[list[RankSample]]):
-    """Take a sample of each rank of the host."""
+class SampleRanks(Request[str]):
+    """Take a sample of each rank of the host: ``RankSamples.to_text``, which replica 0 passes on and does not read."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic
 
 from torchx_monarch.controller.elastic import NodeRange, listed
 from torchx_monarch.controller.host_events import HostEvent, HostLost, StopRequested, T
@@ -34,6 +35,19 @@ _STOP_MARGIN = 60.0
 ``host_timeout`` for a disk on which ranks have left errors."""
 
 
+_SHARED_FOR = 1.0
+"""Seconds for which the answers of all hosts are those to everybody who asks the same."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers(Generic[AnswerT]):
+    """What hosts have answered, and why the others have not, by replica; and the messages with it for clients."""
+
+    by_replica: dict[int, AnswerT]
+    missing: dict[int, str]
+    encoded: list[bytes] = dataclasses.field(default_factory=list)
+
+
 class JobHosts:
     """Ask the hosts of the present attempt, which ``members`` knows; replica 0's own through ``own_host``.
 
@@ -54,6 +68,7 @@ class JobHosts:
         self._own_host = own_host
         self._numbers = itertools.count()
         self._calls: dict[int, HostCall[Any]] = {}
+        self._shared: dict[tuple[Request[Any], int], asyncio.Task[Answers[Any]]] = {}
         self.members.on_answer, self.members.on_lost = self._receive, self._drop
 
     async def until_event(self, work: Awaitable[T]) -> T | HostEvent:
@@ -118,6 +133,26 @@ class JobHosts:
                 else:
                     answers[replica] = answer
         return answers, missing
+
+    async def collect_shared(self, request: Request[AnswerT], timeout: float, afresh: bool = False) -> Answers[AnswerT]:
+        """Send a query to every host, at most once a second: who asks meanwhile gets the same answers.
+
+        Args:
+            afresh: whether to send it in any case; others then get these answers.
+        """
+        loop, key = asyncio.get_running_loop(), (request, self.members.formation)
+
+        async def ask() -> Answers[AnswerT]:
+            return Answers(*await self.collect(request, timeout))
+
+        def forget(done: asyncio.Task[Answers[Any]]) -> None:
+            if self._shared.get(key) is done:
+                del self._shared[key]
+
+        if afresh or key not in self._shared:
+            self._shared[key] = asking = asyncio.ensure_future(ask())
+            asking.add_done_callback(lambda done: loop.call_later(_SHARED_FOR, forget, done))
+        return await asyncio.shield(self._shared[key])
 
     async def stop(self, number: int, grace: float, add_exits: Callable[[Exits], None]) -> None:
         """Stop the ranks of every host that can be reached. Events stay pending meanwhile.

@@ -3,8 +3,8 @@
 
 The greeting ``stacks`` of a client has the field ``rank``, the only global rank that is asked (null for all);
 the greeting ``profile`` has those of ``ProfileRanks``; the greetings ``samples`` and ``events`` have none. The answer
-is a message of the greeting's type for each host, or each event, with a list in the field of that name: of
-``ProcessStacks``, ``RankProfile`` or ``RankSample`` of the package insight, or events. The last message is of type
+consists of messages of the greeting's type, with a field of that name: ``RankSamples.to_text`` of a host, a list of its
+``RankProfile``, or a list with one of the ``SharedStacks`` of all hosts, or of the events. The last message is of type
 ``end``, and its ``missing`` has the hosts that have not answered: an object from replica to reason.
 
 For each rank in a breakpoint, its host has a connection to replica 0, and passes it on to the rank; replica 0 passes
@@ -29,15 +29,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torchx_monarch.controller.host_messages import ProfileRanks, Request, SampleRanks, TakeStacks
-from torchx_monarch.controller.hosts import JobHosts
+from torchx_monarch.controller.host_messages import AnswerT, ProfileRanks, Request, SampleRanks, TakeStacks
+from torchx_monarch.controller.hosts import Answers, JobHosts
 from torchx_monarch.controller.rendezvous import Peer, RendezvousError, Serve
 from torchx_monarch.insight.profile import MAX_SECONDS
+from torchx_monarch.insight.stacks import shared_stacks
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.system.untrusted_text import one_line
 from torchx_monarch.transport import messages
@@ -59,7 +61,11 @@ class HostQueries:
         rank = peer.greeting.get("rank")
         if rank is not None and type(rank) is not int:
             raise RendezvousError(f"rank={rank!r:.20} is no number")
-        await self._answer("stacks", TakeStacks(rank), _TIMEOUT, peer)
+        answers = await self._collect(TakeStacks(rank))
+        if not answers.encoded:
+            for shared in shared_stacks(itertools.chain(*answers.by_replica.values())):
+                answers.encoded.append(messages.encode({"type": "stacks", "stacks": [shared]}))
+        await _send(peer, answers)
 
     async def profile(self, peer: Peer) -> None:
         words = {name: peer.greeting.get(name) for name in ("ranks", "seconds", "idle")}
@@ -70,7 +76,7 @@ class HostQueries:
         if not 0 < request.seconds <= MAX_SECONDS:
             raise RendezvousError(f"seconds={request.seconds!r:.20} is not between 1 and {MAX_SECONDS:g}")
         # py-spy ends with its client: nobody else reads what it samples for up to ten minutes.
-        await peer.while_connected(self._answer("profile", request, request.seconds + _PY_SPY_TIMEOUT, peer))
+        await peer.while_connected(self._profile(request, peer))
 
     async def events(self, peer: Peer) -> None:
         """Send the events of the role, each in a message, and ``end``."""
@@ -80,15 +86,33 @@ class HostQueries:
         await peer.send({"type": "end"})
 
     async def samples(self, peer: Peer) -> None:
-        await self._answer("samples", SampleRanks(), _TIMEOUT, peer)
+        answers = await self._collect(SampleRanks())
+        if not answers.encoded:
+            answers.encoded.extend(
+                messages.encode({"type": "samples", "samples": text}) for text in answers.by_replica.values()
+            )
+        await _send(peer, answers)
 
-    async def _answer(self, kind: str, request: Request[Any], timeout: float, peer: Peer) -> None:
+    async def _collect(self, request: Request[AnswerT]) -> Answers[AnswerT]:
+        self._check_ranks()
+        return await self._hosts.collect_shared(request, _TIMEOUT)
+
+    async def _profile(self, request: ProfileRanks, peer: Peer) -> None:
+        self._check_ranks()
+        profiles, missing = await self._hosts.collect(request, request.seconds + _PY_SPY_TIMEOUT)
+        encoded = [messages.encode({"type": "profile", "profile": found}) for found in profiles.values()]
+        await _send(peer, Answers(profiles, missing, encoded))
+
+    def _check_ranks(self) -> None:
         if not self._hosts.members.attempt:
             raise RendezvousError("there are no ranks yet: the hosts are not together")
-        answers, missing = await self._hosts.collect(request, timeout)
-        for replica, found in answers.items():
-            await peer.send({"type": kind, "replica": replica, kind: found})
-        await peer.send({"type": "end", "missing": {str(replica): why for replica, why in missing.items()}})
+
+
+async def _send(peer: Peer, answers: Answers[Any]) -> None:
+    """Send the messages with answers to a client, and ``end``."""
+    for message in answers.encoded:
+        await messages.send_bytes(peer.writer, message)
+    await peer.send({"type": "end", "missing": {str(replica): why for replica, why in answers.missing.items()}})
 
 
 @dataclasses.dataclass(eq=False)

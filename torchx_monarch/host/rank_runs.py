@@ -42,6 +42,7 @@ from torchx_monarch.host.ranks.zygote import Zygotes
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
 from torchx_monarch.host.worker_loops import RankRelay
 from torchx_monarch.host.workload import Workload
+from torchx_monarch.insight.hangs import HostCollectives
 from torchx_monarch.model.env_names import BATCH_JOB, LOG_REFERENCES
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.system import log_references, safe_files
@@ -305,12 +306,7 @@ class RankRuns(Workload):
             case host_messages.StopAtStep():
                 return await pool.stop_at_step(**vars(request))
             case host_messages.ReadCollectives():
-                ranks = await pool.collectives()
-                longest = max((rank.longest_wait for rank in ranks), default=0.0)
-                in_kernel = max((rank.kernel_wait for rank in ranks), default=0.0)
-                quiet = min((rank.quiet for rank in ranks), default=None)
-                details = tuple(ranks) if request.details else ()
-                return host_messages.CollectivesRead(longest, details, in_kernel, quiet)
+                return HostCollectives.from_ranks(await pool.collectives(), request.details)
             case host_messages.TakeFacts():
                 await pool.starter.importer()  # which the ranks wait for, too
                 return await asyncio.to_thread(take_facts, pool.run, pool.starter.versions)

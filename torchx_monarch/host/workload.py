@@ -20,6 +20,7 @@ from torchx_monarch.controller.rendezvous import Peer, Rendezvous
 from torchx_monarch.host.follower import Follower
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.process_pool import ProcessPool
+from torchx_monarch.insight.stacks import shared_stacks
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.world import CommandError, LaunchError
 from torchx_monarch.system import processes
@@ -166,11 +167,11 @@ class Workload(abc.ABC):
                     raise LaunchError(pool.remains)
                 return await pool.exits()
             case host_messages.TakeStacks():
-                return await pool.stacks(request.rank, request.save_as)
+                return shared_stacks(await pool.stacks(request.rank, request.save_as))
             case host_messages.ProfileRanks():
                 return await pool.profile(request.ranks, request.seconds, request.idle)
             case host_messages.SampleRanks():
-                return await pool.samples()
+                return (await pool.samples()).to_text()
             case host_messages.RunWorkerLoop():
                 return await self._worker_loops().run(request.token)
             case host_messages.GetWorkerLoop():

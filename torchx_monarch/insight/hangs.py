@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus, seconds_quiet
 from torchx_monarch.insight.stacks import ProcessStacks, rank_ranges
+from torchx_monarch.model.codec import Shared
 from torchx_monarch.system.error_files import path_in_library
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -54,6 +55,99 @@ class RankCollectives:
     def quiet(self) -> float:
         """The seconds for which the rank has printed and called nothing; 0 if that is not known."""
         return seconds_quiet(self.time, self.active, self.groups or ()) or 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedStatus:
+    """The status of process groups of ranks of one host, the same but for the groups and the times.
+
+    Attributes:
+        ranks: the global ranks.
+        names, members: ``GroupStatus.name`` and ``ranks`` of the group of each of them.
+        waited: seconds for which each of them has waited in ``status.waiting``.
+        status: the rest: its texts are empty and its times 0.
+    """
+
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    members: tuple[str, ...]
+    waited: tuple[float, ...]
+    status: Shared[GroupStatus]
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCollectives:
+    """The longest waits of the ranks of a host that run, in seconds; and, with details, their collectives.
+
+    Attributes:
+        longest_wait: that in a collective.
+        kernel_wait: that inside the kernel.
+        quiet: for how many seconds none of them has printed or called anything; None if none runs.
+        time: when they were asked, and the rest is known; 0 without details.
+        running: the ranks.
+        kernel_waits: the seconds for which each of them waits inside the kernel.
+        silent: those that have not answered.
+        groups: the process groups of those that have.
+    """
+
+    longest_wait: float
+    kernel_wait: float = 0.0
+    quiet: float | None = None
+    time: float = 0.0
+    running: tuple[int, ...] = ()
+    kernel_waits: tuple[float, ...] = ()
+    silent: tuple[int, ...] = ()
+    groups: tuple[SharedStatus, ...] = ()
+
+    @classmethod
+    def from_ranks(cls, ranks: Sequence[RankCollectives], details: bool) -> HostCollectives:
+        found = cls(
+            max((rank.longest_wait for rank in ranks), default=0.0),
+            max((rank.kernel_wait for rank in ranks), default=0.0),
+            min((rank.quiet for rank in ranks), default=None),
+        )
+        if not details or not ranks:
+            return found
+        return dataclasses.replace(
+            found,
+            time=ranks[0].time,
+            running=tuple(rank.rank for rank in ranks),
+            kernel_waits=tuple(rank.kernel_wait for rank in ranks),
+            silent=tuple(rank.rank for rank in ranks if rank.groups is None),
+            groups=_shared(ranks),
+        )
+
+    def ranks(self) -> list[RankCollectives]:
+        """Return the ranks."""
+        groups: dict[int, list[GroupStatus]] = {rank: [] for rank in self.running}
+        for shared in self.groups:
+            status, waiting = shared.status, shared.status.waiting
+            each = zip(shared.ranks, shared.names, shared.members, shared.waited, strict=True)
+            for rank, name, members, waited in each:
+                if waiting is not None:
+                    waiting = Collective(waiting.number, waiting.name, waiting.sizes, self.time - waited)
+                groups[rank].append(
+                    GroupStatus(name, members, status.enqueued, status.completed, waiting, status.recent)
+                )
+        return [
+            RankCollectives(rank, self.time, None if rank in self.silent else tuple(groups[rank]), kernel_wait)
+            for rank, kernel_wait in zip(self.running, self.kernel_waits, strict=True)
+        ]
+
+
+def _shared(ranks: Sequence[RankCollectives]) -> tuple[SharedStatus, ...]:
+    alike: dict[GroupStatus, list[tuple[int, str, str, float]]] = {}
+    for rank in ranks:
+        for group in rank.groups or ():
+            recent = tuple(dataclasses.replace(collective, called=0.0) for collective in group.recent)
+            waiting = group.waiting and dataclasses.replace(group.waiting, called=0.0)
+            status = GroupStatus("", "", group.enqueued, group.completed, waiting, recent)
+            alike.setdefault(status, []).append((rank.rank, group.name, group.ranks, rank.waited(group)))
+    found = []
+    for status, each in alike.items():
+        numbers, names, members, waited = zip(*each, strict=True)
+        found.append(SharedStatus(numbers, names, members, waited, status))
+    return tuple(found)
 
 
 class Fault(enum.Enum):
@@ -296,9 +390,9 @@ def _place(process: ProcessStacks) -> str:
 
 def describe_places(ranks: Collection[int], stacks: Iterable[ProcessStacks]) -> str:
     """Say where ranks are, by the lines of the program that their main threads execute; empty if that is not known."""
-    places = []
+    places, chosen = [], set(ranks)
     for process in stacks:
-        if process.rank in ranks and not process.child:
+        if process.rank in chosen and not process.child:
             places.append(f"rank {process.rank} (host {process.replica}, pid {process.pid}): {_place(process)}")
     shown = sorted(places)[:_MAX_PLACES]
     return one_line("; ".join([*shown, *([f"{len(places) - len(shown)} more"] if len(places) > len(shown) else [])]))

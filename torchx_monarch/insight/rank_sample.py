@@ -6,11 +6,17 @@ Two samples of each rank tell what the ranks do now (``rank_views``): processor 
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import itertools
+import json
+import operator
 import re
-from collections.abc import Collection, Iterable
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from torchx_monarch.model.codec import decode
 
 MAX_MEMBERS = 1 << 20
 """Most ranks of a process group; a longer text is refused by ``parse_ranks``."""
@@ -90,6 +96,51 @@ class GroupStatus:
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupCalls:
+    """What ranks of one host have called in a process group: the same, at different times.
+
+    Attributes:
+        name, members: ``GroupStatus.name`` and ``ranks``.
+        ranks: the global ranks.
+        enqueued: sequence number of the last collective that they have called; 0 for none.
+        waiting: that of the collective in which they wait; 0 if they wait in none.
+        waited: seconds for which the first of them has waited in it.
+        numbers: the sequence numbers of their last collectives, oldest first.
+        called: when the first of them has called each of these.
+        late: mean seconds after ``called`` at which each of ``ranks`` has called them.
+    """
+
+    name: str
+    members: str
+    ranks: tuple[int, ...]
+    enqueued: int
+    waiting: int
+    waited: float
+    numbers: tuple[int, ...]
+    called: tuple[float, ...]
+    late: tuple[float, ...]
+
+
+def group_calls(groups_of: Mapping[int, Sequence[GroupStatus]], now: float) -> tuple[GroupCalls, ...]:
+    """Put together what ranks of a host have called in their process groups."""
+    alike: dict[tuple[str, str, int, int, tuple[int, ...]], dict[int, GroupStatus]] = {}
+    for rank, groups in groups_of.items():
+        for group in groups:
+            numbers = tuple(collective.number for collective in group.recent)
+            waiting = group.waiting.number if group.waiting is not None else 0
+            alike.setdefault((group.name, group.ranks, group.enqueued, waiting, numbers), {})[rank] = group
+    found = []
+    for (name, members, enqueued, waiting, numbers), ranks in alike.items():
+        since = [group.waiting.called for group in ranks.values() if group.waiting is not None]
+        calls = [[collective.called for collective in group.recent] for group in ranks.values()]
+        called = tuple(map(min, zip(*calls, strict=True)))
+        late = tuple(sum(map(operator.sub, times, called)) / max(1, len(called)) for times in calls)
+        waited = max(0.0, now - min(since, default=now))
+        found.append(GroupCalls(name, members, tuple(ranks), enqueued, waiting, waited, numbers, called, late))
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
 class DeviceUse:
     """The use of one GPU by the process of a rank.
 
@@ -145,7 +196,9 @@ class RankSample:
         rss_bytes: resident memory of the rank and of its running children, with what they share; 0 once it has ended.
         last_output: when it last printed something; None for never.
         last_line: the last line that it printed, escaped and cut.
-        groups: its process groups; empty before it has formed one, or without the flight recorder.
+        collectives: how many it has called, in all groups; None before it has formed one, or without the flight
+            recorder.
+        quiet: the seconds for which it has not printed, reported or called anything; None as in ``seconds_quiet``.
         devices: the GPUs on which it has memory; empty where there are none, or nvidia-ml-py is missing.
     """
 
@@ -162,20 +215,46 @@ class RankSample:
     rss_bytes: int
     last_output: float | None = None
     last_line: str = ""
-    groups: tuple[GroupStatus, ...] = ()
+    collectives: int | None = None
+    quiet: float | None = None
     devices: tuple[DeviceUse, ...] = ()
     progress: Progress | None = None
 
-    @property
-    def collectives(self) -> int:
-        """The number of collectives that the rank has called, in all groups."""
-        return sum(group.enqueued for group in self.groups)
+    def with_activity(self, groups: Sequence[GroupStatus], progress: Progress | None) -> RankSample:
+        """Return the sample with what the rank has called in its process groups, and the progress that it reports."""
+        reported = progress.time if progress is not None else 0.0
+        return dataclasses.replace(
+            self,
+            collectives=sum(group.enqueued for group in groups) if groups else None,
+            quiet=seconds_quiet(self.time, max(self.started, self.last_output or 0.0, reported), groups),
+            progress=progress,
+        )
 
-    @property
-    def quiet(self) -> float | None:
-        """The seconds for which the rank has not printed, reported or called anything; None as in ``seconds_quiet``."""
-        reported = self.progress.time if self.progress is not None else 0.0
-        return seconds_quiet(self.time, max(self.started, self.last_output or 0.0, reported), self.groups)
+
+@dataclasses.dataclass(frozen=True)
+class RankSamples:
+    """A sample of each rank of a host, or of several hosts, and what the ranks have called in their process groups."""
+
+    ranks: tuple[RankSample, ...] = ()
+    calls: tuple[GroupCalls, ...] = ()
+
+    def to_text(self) -> str:
+        """Return them as compressed text, a sixth of their JSON, which ``from_text`` reads."""
+        return base64.b64encode(zlib.compress(json.dumps(self, default=vars).encode(), 1)).decode()
+
+    @classmethod
+    def from_text(cls, text: str) -> RankSamples:
+        return decode(cls, json.loads(zlib.decompress(base64.b64decode(text))))
+
+    def by_group(self) -> list[list[GroupCalls]]:
+        """Return what ranks have called in each process group."""
+        found: dict[tuple[str, str], list[GroupCalls]] = {}
+        for calls in self.calls:
+            found.setdefault((calls.name, calls.members), []).append(calls)
+        return list(found.values())
+
+
+NO_SAMPLES = RankSamples()
 
 
 def seconds_quiet(now: float, since: float, groups: Collection[GroupStatus]) -> float | None:
@@ -247,27 +326,28 @@ class StepsRead:
     left: tuple[int, ...] = ()
 
 
-def rank_views(samples: Iterable[RankSample], before: Iterable[RankSample] = ()) -> list[RankView]:
+def rank_views(samples: RankSamples, before: RankSamples = NO_SAMPLES) -> list[RankView]:
     """Return what each rank does, in the order of ranks.
 
     Args:
         before: earlier samples, of which rates follow.
     """
-    ordered = sorted(samples, key=lambda sample: sample.rank)
-    present = set(map(_process, ordered))
-    past = {_process(sample): sample for sample in before if _process(sample) in present}
+    ordered = sorted(samples.ranks, key=lambda sample: sample.rank)
+    past = {_process(sample): sample for sample in before.ranks}
     # A rank reads its recorder only now and then: the earlier sample may tell what the present one does not.
-    late, awaited = lateness([*past.values(), *ordered]), _awaited(ordered)
+    groups = samples.by_group()
+    late, awaited = lateness(groups), _awaited(groups)
+    late_before = lateness(before.by_group()) if len(late) < len(ordered) else {}
     found = []
     for sample in ordered:
-        cpu, rate = _rates(sample, past.get(_process(sample)))
+        earlier = past.get(_process(sample))
+        cpu, rate = _rates(sample, earlier)
         found.append(
             RankView(
                 **{name: getattr(sample, name) for name in _OF_SAMPLE},
                 cpu=cpu,
                 collectives_per_second=rate,
-                late_by=late.get(sample.rank),
-                quiet=None if sample.state == "ended" else sample.quiet,
+                late_by=late.get(sample.rank, late_before.get(sample.rank) if earlier is not None else None),
                 waited_for=awaited.get(sample.rank),
                 seconds_left=sample.progress.seconds_left(sample.time) if sample.progress is not None else None,
             )
@@ -288,48 +368,44 @@ def _rates(sample: RankSample, past: RankSample | None) -> tuple[float | None, f
     if past is None or sample.time <= past.time or sample.state == "ended":
         return None, None
     seconds = sample.time - past.time
-    rate = max(0, sample.collectives - past.collectives) / seconds if sample.groups and past.groups else None
-    return max(0.0, sample.cpu_seconds - past.cpu_seconds) / seconds, rate
+    cpu = max(0.0, sample.cpu_seconds - past.cpu_seconds) / seconds
+    if sample.collectives is None or past.collectives is None:
+        return cpu, None
+    return cpu, max(0, sample.collectives - past.collectives) / seconds
 
 
-def _awaited(samples: Iterable[RankSample]) -> dict[int, float]:
+def _awaited(groups: Iterable[Sequence[GroupCalls]]) -> dict[int, float]:
     """Return for how long other ranks have waited in a collective for each rank that has not called it."""
-    pairs = [(sample, group) for sample in samples for group in sample.groups]
-    waits: dict[tuple[str, str], dict[int, float]] = {}
-    for sample, group in pairs:
-        if group.waiting is not None and group.waiting.called:
-            longest = waits.setdefault((group.name, group.ranks), {})
-            waited = max(0.0, sample.time - group.waiting.called)
-            longest[group.waiting.number] = max(longest.get(group.waiting.number, 0.0), waited)
     found: dict[int, float] = {}
-    for sample, group in pairs:  # ranks of a group wait in few different collectives
-        for number, waited in waits.get((group.name, group.ranks), {}).items():
-            if number > group.enqueued:
-                found[sample.rank] = max(found.get(sample.rank, 0.0), waited)
+    for group in groups:
+        waits: dict[int, float] = {}
+        for calls in group:
+            waits[calls.waiting] = max(waits.get(calls.waiting, 0.0), calls.waited)
+        for number, waited in waits.items():  # ranks of a group wait in few different collectives
+            for calls in group:
+                if number > calls.enqueued:
+                    found.update((rank, max(found.get(rank, 0.0), waited)) for rank in calls.ranks)
     return found
 
 
-def lateness(samples: Iterable[RankSample]) -> dict[int, float]:
+def lateness(groups: Iterable[Sequence[GroupCalls]]) -> dict[int, float]:
     """Return the seconds after the first rank at which each rank calls collectives, the largest mean of its groups.
 
-    Only collectives count that all ranks of a group have called, and that their samples tell.
+    Only collectives count that all ranks of a group have called, and that their hosts tell.
     """
-    called: dict[GroupStatus, dict[int, dict[int, Collective]]] = {}
-    for sample in samples:
-        for group in sample.groups:
-            if len(group.members) > 1:
-                named = GroupStatus(group.name, group.ranks, 0, 0)
-                ranks = called.setdefault(named, {})
-                ranks.setdefault(sample.rank, {}).update({collective.number: collective for collective in group.recent})
     found: dict[int, float] = {}
-    for named, ranks in called.items():
-        if set(ranks) != set(named.members):
+    for group in groups:
+        common = set[int].intersection(*map(set, {calls.numbers for calls in group}))
+        size = len(_members(group[0].members))
+        if size < 2 or not common or sum(len(calls.ranks) for calls in group) != size:
             continue
-        common = set.intersection(*(set(collectives) for collectives in ranks.values()))
-        if not common:
-            continue
-        first = {number: min(collectives[number].called for collectives in ranks.values()) for number in common}
-        for rank, collectives in ranks.items():
-            mean = sum(collectives[number].called - first[number] for number in common) / len(common)
-            found[rank] = max(found.get(rank, 0.0), mean)
+        first: dict[int, float] = {}
+        for calls in group:
+            for number, called in zip(calls.numbers, calls.called, strict=True):
+                first[number] = min(first.get(number, called), called)
+        for calls in group:
+            times = zip(calls.numbers, calls.called, strict=True)
+            mean = sum(called - first[number] for number, called in times if number in common) / len(common)
+            for rank, late in zip(calls.ranks, calls.late, strict=True):
+                found[rank] = max(found.get(rank, 0.0), mean + late)
     return found

@@ -11,6 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 
+from torchx_monarch.model.codec import Shared
 from torchx_monarch.model.world import consecutive
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -63,6 +64,32 @@ class ProcessStacks:
     child: str = ""
     threads: tuple[ThreadStack, ...] = ()
     problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedStacks:
+    """The stacks of processes that are where each other is: of each its rank, replica and process id."""
+
+    processes: tuple[tuple[int, ...], ...]
+    child: str
+    threads: Shared[tuple[ThreadStack, ...]]
+    problem: str
+
+    def each_process(self) -> list[ProcessStacks]:
+        """Return the stacks of each process."""
+        return [
+            ProcessStacks(rank, replica, pid, self.child, self.threads, self.problem)
+            for rank, replica, pid in self.processes
+        ]
+
+
+def shared_stacks(stacks: Iterable[ProcessStacks | SharedStacks]) -> list[SharedStacks]:
+    """Put together the processes whose stacks are equal."""
+    found: dict[tuple[str, tuple[ThreadStack, ...], str], list[tuple[int, ...]]] = {}
+    for entry in stacks:
+        own = entry.processes if isinstance(entry, SharedStacks) else [(entry.rank, entry.replica, entry.pid)]
+        found.setdefault((entry.child, entry.threads, entry.problem), []).extend(own)
+    return [SharedStacks(tuple(processes), *stack) for stack, processes in found.items()]
 
 
 def parse_faulthandler(text: str, own_files: Iterable[str] = ()) -> tuple[ThreadStack, ...]:

@@ -12,6 +12,8 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import marshal
+import math
 import sys
 import types
 import typing
@@ -22,6 +24,11 @@ T = TypeVar("T")
 Seconds: TypeAlias = Annotated[float, 1e11]
 """A time in seconds since the epoch, or a duration in seconds; ``decode`` refuses what lies beyond the year 5138, which
 ``time.localtime`` may not convert. Differences of two such numbers are finite."""
+
+_SHARED = "shared"
+
+Shared: TypeAlias = Annotated[T, _SHARED]
+"""A type of JSON values of which many are equal: ``decode`` decodes each of them once, and their readers share it."""
 
 _RECORD = object()
 """The kind of data classes and named tuples."""
@@ -46,29 +53,32 @@ def decode(cls: type[T], data: Any, where: str = "") -> T:
 
 
 def _decode(hint: Any, value: Any, where: str) -> Any:
-    if hint is Any or (type(value) is hint and hint is not float):  # isinstance() would accept a bool for an int
-        return value
+    if hint is Any or (type(value) is hint and (hint is not float or math.isfinite(value))):
+        return value  # isinstance() would accept a bool for an int
     kind, arguments = _kind(hint)
     if kind is float:
         if type(value) in (int, float) and abs(value) <= sys.float_info.max:
             return float(value)
+    elif kind is Annotated and arguments[1] is _SHARED:
+        return _decode_shared(arguments[0], marshal.dumps(value, 2), where)  # version 2: equal bytes for equal values
     elif kind is Annotated:
         number = _decode(arguments[0], value, where)
         if abs(number) <= arguments[1]:
             return number
     elif kind is typing.Union:
+        if type(value) in arguments and type(value) is not float:
+            return value
         for argument in arguments:
             with contextlib.suppress(DecodeError):
                 return _decode(argument, value, where)
-    elif kind is list or kind is tuple:
-        if isinstance(value, (list, kind)):  # JSON has lists only
-            return kind(_decode(arguments[0], entry, where) for entry in value)
-    elif kind is dict:
-        if isinstance(value, dict):
-            return {name: _decode(arguments[1], entry, where) for name, entry in value.items()}
-    elif kind is _RECORD:
-        if isinstance(value, dict):
-            return hint(**_arguments(hint, value, where))
+    elif (kind is list or kind is tuple) and isinstance(value, (list, kind)):  # JSON has lists only
+        if set(map(type, value)) == {arguments[0]} and (arguments[0] is not float or all(map(math.isfinite, value))):
+            return kind(value)
+        return kind([_decode(arguments[0], entry, where) for entry in value])
+    elif kind is dict and isinstance(value, dict):
+        return {name: _decode(arguments[1], entry, where) for name, entry in value.items()}
+    elif kind is _RECORD and isinstance(value, dict):
+        return hint(**_arguments(hint, value, where))
     elif kind is enum.Enum:
         with contextlib.suppress(ValueError):
             return hint(value)
@@ -78,11 +88,17 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
     raise DecodeError(f"{where or 'the whole'} is {shown}, not {_wanted(hint)}")
 
 
+@functools.lru_cache(maxsize=512)
+def _decode_shared(hint: Any, value: bytes, where: str) -> Any:
+    return _decode(hint, marshal.loads(value), where)
+
+
 def _arguments(cls: Any, values: dict[str, Any], where: str) -> dict[str, Any]:
     given = {}
     for name, hint, is_required in _fields(cls):
         if name in values:
-            given[name] = _decode(hint, values[name], name)
+            entry = values[name]
+            given[name] = entry if type(entry) is hint is not float else _decode(hint, entry, name)
         elif is_required:
             raise DecodeError(f"{where or 'the object'} lacks {name!r}")
     return given

@@ -28,7 +28,7 @@ from torchx_monarch.transport import messages
 if TYPE_CHECKING:
     from torchx_monarch.host.ranks.rank_stacks import RankStacks
     from torchx_monarch.insight.profile import RankProfile
-    from torchx_monarch.insight.rank_sample import RankSample
+    from torchx_monarch.insight.rank_sample import RankSamples
     from torchx_monarch.insight.stacks import ProcessStacks
 
 _STACKS_TIMEOUT = 3.0
@@ -147,7 +147,7 @@ class ProcessPool:
         chosen = [rank for rank in self.ranks if not ranks or rank.rank in ranks]
         return await profile(chosen, self._replica, seconds, idle)
 
-    async def samples(self) -> list[RankSample]:
+    async def samples(self) -> RankSamples:
         """Return a sample of each rank of the attempt."""
         from torchx_monarch.host.ranks.rank_samples import take_samples
 

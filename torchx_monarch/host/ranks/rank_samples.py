@@ -18,7 +18,7 @@ from typing import Any
 from torchx_monarch.host.ranks import flight_recorders
 from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.insight.metrics import MAX_METRICS, MAX_NAME
-from torchx_monarch.insight.rank_sample import DeviceUse, GroupStatus, Progress, RankSample
+from torchx_monarch.insight.rank_sample import DeviceUse, Progress, RankSample, RankSamples, group_calls
 from torchx_monarch.insight.step_progress import HEAD, MAX_STEP, NAME, SIZE
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.system import process_status, processes, safe_files
@@ -31,16 +31,13 @@ _TIMEOUT = 0.5
 _MAX_LINE = 200
 """Characters of a rank's last line."""
 
-_GROUPS_WITH_RECENT = 4
-"""Groups of a rank whose last collectives are in its sample: one message has the samples of all ranks of a host."""
-
 _STATES = {"D": "uninterruptible", "T": "stopped", "t": "stopped", "Z": "zombie", "X": "zombie"}
 """The states of the kernel that are no ordinary running or sleeping."""
 
 
 async def take_samples(
     ranks: Sequence[Rank], replica: int, hostname: str, marker: str, disk: WriterThread
-) -> list[RankSample]:
+) -> RankSamples:
     """Return a sample of each rank, also of those that have ended. Nothing is measured between two calls."""
     running = [rank for rank in ranks if rank.is_running]
 
@@ -56,14 +53,15 @@ async def take_samples(
     reading = asyncio.ensure_future(disk.run(lambda: [read_progress(rank.directory) for rank in ranks]))
     # In a thread: NVIDIA's driver may take a while, and so may /proc.
     samples = await asyncio.to_thread(measure)
-    statuses = await asking
+    groups_of = await asking
+    now = time.time()
     await asyncio.wait([reading], timeout=_TIMEOUT)
     progress = reading.result() if reading.done() else [None] * len(samples)
     reading.cancel()
-    for place, sample in enumerate(samples):
-        shortened = tuple(_shortened(number, group) for number, group in enumerate(statuses.get(sample.pid, ())))
-        samples[place] = dataclasses.replace(sample, groups=shortened, progress=progress[place])
-    return samples
+    groups = {rank.rank: groups_of.get(rank.pid, ()) for rank in ranks}
+    reported = zip(samples, progress, strict=True)
+    with_activity = tuple(sample.with_activity(groups[sample.rank], progress) for sample, progress in reported)
+    return RankSamples(with_activity, group_calls(groups, now))
 
 
 def _sample(
@@ -89,11 +87,6 @@ def _sample(
         last_line=one_line(last.last_line.decode(errors="replace"))[:_MAX_LINE],
         devices=devices,
     )
-
-
-def _shortened(place: int, group: GroupStatus) -> GroupStatus:
-    recent = group.recent if place < _GROUPS_WITH_RECENT else ()
-    return dataclasses.replace(group, recent=tuple(dataclasses.replace(collective, sizes=()) for collective in recent))
 
 
 # -- progress that programs report (see ``insight.step_progress``) -----------------------------------------------------
