@@ -70,25 +70,27 @@ def hosts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         live.kill()
 
 
-def test_a_host_in_the_place_of_another_gets_the_code(
+def test_hosts_in_the_place_of_those_that_passed_the_code_on_get_it(
     folder: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    options = ("--grace", "5", "--preload", "", "--replacements", "1")
-    live = Live(folder, ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "show.py"], 2, options=options)
+    options = ("--grace", "5", "--preload", "", "--replacements", "3")
+    live = Live(folder, ["torchrun", "--nnodes", "4", "--nproc-per-node", "1", "show.py"], 4, options=options)
     try:
         live.ready()
         go = tmp_path / "go"
         running = live.job.run_spmd_async(["show.py", str(go)], output="store", workspace=str(root), sync="always")
-        until(lambda: len(list(live.job.logs())) == 2, "both ranks")
+        until(lambda: len(list(live.job.logs())) == 4, "all ranks")
         set_value(root, 2)
-        live.processes[1].kill()
-        live.processes[1].wait()
-        live.start(1)
+        for replica in (1, 2, 3):
+            live.processes[replica].kill()
+            live.processes[replica].wait()
+        for replica in (1, 2, 3):
+            live.start(replica)
         go.touch()
         output = running.result(WITHIN).output
-        assert output[1].stdout.endswith("value 1\nlate 1 1 results ['1']\n"), output
+        assert all(output[rank].stdout.endswith("value 1\nlate 1 1 results ['1']\n") for rank in (1, 2, 3)), output
         live.end()
     finally:
         live.kill()

@@ -186,7 +186,11 @@ def test_hosts_to_which_a_client_sends_its_code_are_not_idle(tmp_path: Path, mon
         own, client = socket.socketpair()
         streams = await asyncio.open_connection(sock=own)
         peer = Peer({"type": "sync", "path": "x"}, *streams)
-        serving = asyncio.ensure_future(HostCode(str(tmp_path / "code"), AsyncMock()).serve_client(replica0.runs, peer))
+        serving = asyncio.ensure_future(
+            HostCode(str(tmp_path / "code"), AsyncMock(), HostNetwork(Address("unix", path="/nowhere"))).serve_client(
+                replica0.runs, peer
+            )
+        )
         reader, writer = await asyncio.open_connection(sock=client)
         answer = await messages.receive(reader, WITHIN)
         idle = await asyncio.wait_for(waiting, WITHIN)
@@ -221,6 +225,7 @@ def test_a_request_to_begin_a_run_that_is_repeated_during_the_first_begins_one(
         host = Host(spec, {}, "here", console, console, str(tmp_path), Reporter(console, None, ""), str(tmp_path))
         runs = RankRuns(host)
         runs.parse()
+        runs._network = HostNetwork(Address("unix", path="/nowhere"))
         begin = BeginRun(1, "token", RunRequest(("python", "-c", "0"), None, code="tree"))
         first, second = await asyncio.gather(runs.handle(begin), runs.handle(begin))
         assert isinstance(first, RunBegun) and first == second

@@ -15,6 +15,8 @@ import subprocess
 import tempfile
 import time
 import zlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -26,9 +28,13 @@ from torchx_monarch.code_sync.code_store import CodeStore
 from torchx_monarch.code_sync.manifest import Entry, Tree
 from torchx_monarch.code_sync.scan import scan
 from torchx_monarch.code_sync.upload import ChangedError, Upload, UploadError, pack
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Peer
 from torchx_monarch.host.code_distribution import HostCode
 from torchx_monarch.model.world import LaunchError
+from torchx_monarch.transport import credentials, messages
+from torchx_monarch.transport.address import Address
+from torchx_monarch.transport.connections import Identity
 from torchx_monarch.transport.messages import Message
 
 
@@ -183,28 +189,103 @@ def test_workspaces_go_when_space_is_short(tmp_path: Path) -> None:
         subprocess.run(["umount", "--lazy", tmp_path / "disk"], check=True, timeout=WITHIN)
 
 
-def test_hosts_get_what_they_lack_as_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = write(tmp_path / "ws", {"a.py": os.urandom(1_000_000).hex(), "b.py": "1"})
+class Hosts:
+    """Ten hosts, the first of which is replica 0; ``served`` counts those to which each has sent a tree."""
 
-    async def connect(greeting: Message) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    def __init__(self, folder: Path, network: HostNetwork) -> None:
+        self.served = Counter[int]()
+        self.serving = set[asyncio.Task[None]]()
+        self.codes = [HostCode(str(folder / str(number)), self.connect, network) for number in range(10)]
+        for number, code in enumerate(self.codes):
+            self.replace(number, code.serve_host)
+
+    def replace(self, number: int, serve: Callable[[Peer], Awaitable[None]]) -> None:
+        """Have a host serve others in another way."""
+
+        async def counted(peer: Peer) -> None:
+            self.served[number] += 1
+            await serve(peer)
+
+        self.codes[number].serve_host = counted  # type: ignore[method-assign]
+
+    async def connect(self, greeting: Message) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         near, far = socket.socketpair()
         served = Peer({**greeting}, *await asyncio.open_connection(sock=far))
-        serving = asyncio.ensure_future(replica0.serve_host(served))
+        serving = asyncio.ensure_future(self.codes[0].distribute(served))
+        self.serving.add(serving)
         serving.add_done_callback(lambda done: served.writer.close())
         return await asyncio.open_connection(sock=near)
 
-    replica0, host = HostCode(str(tmp_path / "0"), connect), HostCode(str(tmp_path / "1"), connect)
+    def close(self) -> None:
+        for code in self.codes:
+            if code._listener is not None:
+                code._listener.close()
+                Path(f"{code._store.folder}.sock").unlink(missing_ok=True)
+
+    async def checkout(self, tree: Tree, numbers: Iterable[int]) -> None:
+        folders = await asyncio.gather(*(self.codes[number].checkout(tree.hash, "ws") for number in numbers))
+        assert all(tree_of(Path(folder)) == tree for folder in folders)
+
+
+@pytest.fixture(params=["unix", "tls"])
+def network(request: pytest.FixtureRequest, tmp_path: Path) -> HostNetwork:
+    if request.param == "unix":
+        return HostNetwork(Address("unix", path=str(tmp_path / "r.sock")))
+    identity = Identity.from_credentials(credentials.create()[0], {"127.0.0.1"}, str(tmp_path))
+    return HostNetwork(Address("tls", "127.0.0.1", 1), bind="127.0.0.1", identity=identity)
+
+
+def test_hosts_pass_on_what_others_lack_as_it_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: HostNetwork
+) -> None:
+    root = write(tmp_path / "ws", {"a.py": os.urandom(1_000_000).hex(), "b.py": "1"})
 
     async def main() -> None:
+        hosts = Hosts(tmp_path, network)
         for text in ("1", "2"):
-            tree = send(write(root, {"b.py": text}), replica0._store)
+            tree = send(write(root, {"b.py": text}), hosts.codes[0]._store)
             with monkeypatch.context() as patched:
                 patched.setattr(zlib, "compressobj", None)  # nothing is compressed again
-                assert tree_of(Path(await host.checkout(tree.hash, "ws"))) == tree
-        large, small = (upload.size for upload in host._store.uploads())
+                await hosts.checkout(tree, range(1, 10))
+            assert hosts.served.total() == 9 and hosts.served[0] < 6, hosts.served
+            hosts.served.clear()
+        large, small = (upload.size for upload in hosts.codes[9]._store.uploads())
         assert large > 1_000_000 and small < 1000
         with pytest.raises(LaunchError, match="the code 0000 is not on this host .any more.: it must be sent again"):
-            await replica0.checkout("0000", "ws")
+            await hosts.codes[1].checkout("0000", "ws")
+        hosts.close()
+
+    asyncio.run(asyncio.wait_for(main(), WITHIN))
+
+
+async def cut(peer: Peer) -> None:
+    """Announce an upload, send a part of it, and disconnect."""
+    await peer.send({"type": "uploads", "uploads": [("1", 1000)]})
+    await messages.send_bytes(peer.writer, bytes(500))
+
+
+async def send_another(peer: Peer) -> None:
+    """Send the upload of another tree."""
+    data = upload_of(FILE, [ONE], b"1")
+    await peer.send({"type": "uploads", "uploads": [("1", len(data))]})
+    await messages.send_bytes(peer.writer, data)
+
+
+@pytest.mark.parametrize("serve", [cut, send_another])
+def test_hosts_whose_source_fails_get_the_code_from_replica_0(
+    tmp_path: Path, network: HostNetwork, serve: Callable[[Peer], Awaitable[None]]
+) -> None:
+    async def main() -> None:
+        hosts = Hosts(tmp_path, network)
+        tree = send(write(tmp_path / "ws", {"b.py": "1"}), hosts.codes[0]._store)
+        await hosts.checkout(tree, range(1, 4))
+        for number in range(1, 4):
+            hosts.replace(number, serve)
+        hosts.served.clear()
+        await hosts.checkout(tree, range(4, 10))
+        assert 0 < sum(hosts.served[number] for number in range(1, 4)) <= 6, hosts.served  # two for each, and no more
+        assert hosts.served[0] > 0
+        hosts.close()
 
     asyncio.run(asyncio.wait_for(main(), WITHIN))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Bring code to the hosts of a live allocation: a client sends it to replica 0, from which the other hosts get it.
+"""Bring code to the hosts of a live allocation: a client sends it to replica 0, and hosts pass it on to each other.
 
 A client sends a greeting ``sync`` for each request; replica 0 answers with one message, or ``failed`` and a ``reason``.
 
@@ -12,8 +12,11 @@ A client sends a greeting ``sync`` for each request; replica 0 answers with one 
 ==================  ====================================================================================================
 
 When a run begins, each host that lacks its tree opens a connection of its own to replica 0, with the greeting ``code``,
-the field ``tree`` and the names of the uploads that it ``has``. Replica 0 sends the names and sizes of the ``uploads``
-that it lacks, and then these, as they came from clients.
+the field ``tree``, the names of the uploads that it ``has``, and the ``address`` at which it passes them on. Replica 0
+has it wait until a host that has the tree is free, and answers with the ``source``, the address of that host. The host
+connects there with the same greeting, and tells replica 0 whether it has ``received`` the tree. If not, because that
+host has been lost or sends something else, it gets the tree from replica 0. Its source sends the names and sizes of the
+``uploads`` that it lacks, and then these, as they came from the client.
 """
 
 from __future__ import annotations
@@ -27,15 +30,20 @@ from typing import Any
 from torchx_monarch.code_sync.code_store import CodeStore
 from torchx_monarch.code_sync.upload import PIECE, Upload, UploadError
 from torchx_monarch.controller.host_messages import ProbeFile
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Peer
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import run_dirs
-from torchx_monarch.transport import messages
-from torchx_monarch.transport.connections import ConnectError
+from torchx_monarch.transport import local_addresses, messages
+from torchx_monarch.transport.connections import Address, AddressError, ConnectError, Listener, is_client
 
 _SILENCE = 60.0
 """Seconds that the other side may be silent during a transfer; it may be reading a large file from a slow disk."""
+
+_FAN_OUT = 2
+"""Hosts to which a host sends a tree at a time. 1 would be the fastest if all were alike; with 2 a slow one delays no
+other."""
 
 _REMOVAL_DELAY = 1.0
 """Seconds after which the code of the run before is removed, so as not to delay the start of the ranks."""
@@ -52,11 +60,17 @@ class HostCode:
     Args:
         folder: path of the code store, which is created.
         connect: opens a connection to replica 0, with a greeting.
+        network: of this host.
     """
 
-    def __init__(self, folder: str, connect: Connect) -> None:
+    def __init__(self, folder: str, connect: Connect, network: HostNetwork) -> None:
         self._store = CodeStore(folder)
         self._connect = connect
+        self._network = network
+        self._listener: Listener | None = None
+        self._address = ""
+        self._tree = ""  # that the hosts pass on
+        self._free = asyncio.Queue[str]()  # the addresses of its sources, as often as they can send it; empty for this
 
     async def checkout(self, tree_hash: str, workspace: str) -> str:
         """Check out a tree for the next run, which is of the given workspace; return the folder that it works in."""
@@ -69,20 +83,104 @@ class HostCode:
         return folder
 
     async def _fetch(self, tree_hash: str) -> None:
+        self._listen()
         has = [upload.name for upload in await self._in_thread(self._store.uploads)]
+        greeting = {"type": "code", "tree": tree_hash, "has": has, "address": self._address}
         try:
-            reader, writer = await self._connect({"type": "code", "tree": tree_hash, "has": has})
+            reader, writer = await self._connect(greeting)
             with contextlib.closing(writer):
-                answer = await messages.receive(reader, _SILENCE) or {"reason": "replica 0 has disconnected"}
-                if "uploads" not in answer:
-                    raise LaunchError(str(answer.get("reason")))
-                received = [await self._receive(name, size, reader) for name, size in answer["uploads"]]
+                answer = await messages.receive(reader)  # when a source is free, or replica 0 is lost
+                if answer and "source" in answer:
+                    received = await self._fetch_from(str(answer["source"]), greeting)
+                    await messages.send(writer, {"type": "code", "received": received})
+                    if received:
+                        return
+                    answer = await messages.receive(reader, _SILENCE)
+                await self._receive_tree(tree_hash, answer or {"reason": "replica 0 has disconnected"}, reader)
+                await messages.send(writer, {"type": "code", "received": True})
         except (ConnectError, messages.ProtocolError, TimeoutError) as error:
             raise LaunchError(f"the code {tree_hash:.12} is not on this host: {error}") from None
+
+    async def _fetch_from(self, source: str, greeting: messages.Message) -> bool:
+        """Get a tree from another host; return whether it has come."""
+        try:
+            reader, writer = await self._network.greet(Address.parse(source, "source"), greeting)
+            with contextlib.closing(writer):
+                answer = await messages.receive(reader, _SILENCE)
+                await self._receive_tree(greeting["tree"], answer or {"reason": "it has disconnected"}, reader)
+        except (AddressError, ConnectError, LaunchError, messages.ProtocolError, TimeoutError):
+            return False
+        return True
+
+    async def _receive_tree(self, tree_hash: str, answer: messages.Message, reader: asyncio.StreamReader) -> None:
+        """Receive the uploads that an answer announces, check them and store them."""
+        if "uploads" not in answer:
+            raise LaunchError(str(answer.get("reason")))
+        received = [await self._receive(name, size, reader) for name, size in answer["uploads"]]
         await self._in_thread(self._store.add, tree_hash, received)
 
+    def _listen(self) -> None:
+        """Listen for the hosts to which this one passes trees on, unless no port can be opened for that."""
+        network, options = self._network, self._network.options
+        if self._listener is not None:
+            return
+        address, bound = Address("unix", path=f"{self._store.folder}.sock"), None
+        try:
+            if network.rendezvous.networked:
+                bound = local_addresses.bind_port(options.bind, options.ports)
+                address = Address(network.rendezvous.scheme, network.advertised, bound.getsockname()[1])
+            identity = network.identity
+            self._listener = Listener(address, self._pass_on, identity, "", options.peer_timeout, bound=bound)
+            self._address = str(address)
+        except (ValueError, ConnectError):
+            pass
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a host that has been told that this one has a tree."""
+        with contextlib.suppress(messages.ProtocolError, TimeoutError):
+            greeting = await messages.receive(reader, _SILENCE)
+            if greeting and greeting.get("type") == "code" and not is_client(writer) and self._listener:
+                self._listener.mark_authenticated()
+                await self.serve_host(Peer(greeting, reader, writer))
+
+    async def distribute(self, peer: Peer) -> None:
+        """Have a host get a tree, after its greeting ``code``: from this one, replica 0, or from another one."""
+        tree_hash = str(peer.greeting.get("tree"))
+        if tree_hash != self._tree:
+            self._tree, self._free = tree_hash, asyncio.Queue()
+            self._add_source("")
+        free, is_held, fails = self._free, True, False
+        source = await free.get()
+
+        def give_back() -> None:
+            nonlocal is_held
+            if is_held and not fails:
+                free.put_nowait(source)
+            is_held = False
+
+        # A host that stands still must not keep others from the source.
+        timer = asyncio.get_running_loop().call_later(_SILENCE, give_back)
+        try:
+            if source:
+                await peer.send({"type": "source", "source": source})
+                answer = await peer.receive()
+                fails = answer is not None and answer.get("received") is not True
+            if fails or not source:
+                await self.serve_host(peer)
+                answer = await peer.receive()
+        finally:
+            timer.cancel()
+            give_back()
+        address = str(peer.greeting.get("address") or "")
+        if answer is not None and address and free is self._free:
+            self._add_source(address)
+
+    def _add_source(self, address: str) -> None:
+        for _ in range(_FAN_OUT):
+            self._free.put_nowait(address)
+
     async def serve_host(self, peer: Peer) -> None:
-        """Send a tree and its contents to another host, after its greeting ``code``."""
+        """Send another host the uploads of a tree that it lacks."""
         try:
             uploads = self._store.find(str(peer.greeting.get("tree")))
         except UploadError as error:

@@ -152,10 +152,11 @@ class RankRuns(Workload):
             return None
         from torchx_monarch.controller.run_queue import RunQueue
 
+        self._network = hosts.rendezvous.network  # also of a host that cannot start
         log_dir, disk = self._host.log_dir, self._host.disk
         queue = RunQueue(hosts, self._allocation, log_dir, disk, lambda: self._zygotes.ready)
         queue.serve("sync", functools.partial(self._code.serve_client, queue))
-        hosts.rendezvous.clients["code"] = self._code.serve_host
+        hosts.rendezvous.clients["code"] = self._code.distribute
         return queue
 
     # -- a run ---------------------------------------------------------------------------------------------------------
@@ -259,7 +260,8 @@ class RankRuns(Workload):
     def _code(self) -> HostCode:
         from torchx_monarch.host.code_distribution import HostCode
 
-        return HostCode(os.path.join(self._host.sockets, "code"), self._host.connect)
+        assert self._network is not None
+        return HostCode(os.path.join(self._host.sockets, "code"), self._host.connect, self._network)
 
     def _command_of(self, request: RunRequest, cwd: str, environ: Mapping[str, str]) -> Command:
         spec, replicas = self._allocation, self._host.options.world

@@ -120,7 +120,6 @@ def _socket_file(path: str) -> socket.socket:
     try:
         listening.bind(path)
         os.chmod(path, 0o600)
-        listening.listen(_BACKLOG)
     except OSError:
         listening.close()
         raise
@@ -130,10 +129,10 @@ def _socket_file(path: str) -> socket.socket:
 def _port(bind: str, port: int) -> socket.socket:
     if bind:
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-        return socket.create_server((bind, port), family=family, backlog=_BACKLOG)
+        return socket.create_server((bind, port), family=family)
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both)
 
 
 async def connect(
@@ -182,6 +181,7 @@ class Listener:
         bind: local IP address to listen on; empty for all.
         peer_timeout: as for ``watch_peer``.
         say: called with a line for the log, once, if connections wait because this process may open no more files.
+        bound: a socket with the port of the address; None to open it.
     """
 
     def __init__(
@@ -192,10 +192,14 @@ class Listener:
         bind: str,
         peer_timeout: float,
         say: Callable[[str], None] | None = None,
+        bound: socket.socket | None = None,
     ) -> None:
         try:
             self._context = identity.context(server=True) if identity and address.networked else None
-            self._listening = _port(bind, address.port) if address.networked else _socket_file(address.path)
+            if bound is None:
+                bound = _port(bind, address.port) if address.networked else _socket_file(address.path)
+            bound.listen(_BACKLOG)
+            self._listening = bound
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConnectError(f"cannot listen for the other hosts at {address.path or address}: {reason}") from None

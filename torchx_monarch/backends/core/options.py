@@ -104,7 +104,7 @@ class NetworkOpts(MonarchOpts):
     """Port on which replica 0 listens for the other hosts; 0 for a random one per job."""
 
     ports: str = ""
-    """The range LOW-HIGH of ports that Monarch may listen on, for firewalls; empty for any."""
+    """The range LOW-HIGH of ports for Monarch and for code that hosts pass on, for firewalls; empty for any."""
 
     bind: str = ""
     """Address or interface on which hosts listen; empty for all."""
