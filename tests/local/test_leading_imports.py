@@ -170,6 +170,43 @@ def test_modules_of_the_user_are_never_imported_ahead(run: Callable[..., set[str
         assert lines - {"imported"} == {"['pack']"}, name
 
 
+def test_an_attempt_to_import_is_made_once_for_all(run: Callable[..., set[str]], tmp_path: Path) -> None:
+    text = """
+import pack
+try:
+    import nosuch, other
+except ImportError:
+    nosuch = None
+try:
+    from other import name
+except (ImportError, AttributeError):
+    import other as nosuch
+"""
+    text += f"import pack.part\n{AHEAD}\nprint(*ahead(pack, pack.part, nosuch), flush=True)"
+    assert run(text) == {"pack pack.part other"}
+    install(tmp_path, "other.py", "import pack.part\nraise ImportError('half way')")  # has had an effect
+    text = text.replace("import other as nosuch", "nosuch = pack")
+    assert run(text) == {"pack pack"}
+
+
+def test_what_an_import_gives_the_program_is_not_what_a_later_one_has_replaced(
+    run: Callable[..., set[str]], tmp_path: Path
+) -> None:
+    install(tmp_path, "pack/part.py", "def f():\n    return 'own'")
+    install(tmp_path, "other.py", "import pack.part\npack.part.f = lambda: 'replaced'")
+    text = f"""
+from pack.part import f
+import other
+import pack.part
+{AHEAD}
+print(f(), pack.part.f(), *ahead(pack.part, other), flush=True)
+"""
+    assert run(text) == {"own replaced pack.part"}
+    assert run(text.replace("from pack.part import f\n", "import pack.part\nf = str\n")) == {
+        " replaced pack.part other"
+    }
+
+
 KEEPS = """
 import datetime, secrets, time, uuid
 from time import time as now

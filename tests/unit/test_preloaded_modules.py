@@ -129,10 +129,19 @@ ENDS = {
     "a call": "print(1)",
     "a decorated function": "@f\ndef g(): pass",
     "a default that calls": "def g(x=f()): pass",
-    "a class": "class C: pass",
+    "a class whose base is computed": "class C(f()): pass",
+    "a class that does something": "class C:\n    f()",
+    "a class with a decorator": "@f\nclass C: pass",
+    "a class with a decorated function": "class C:\n    @f\n    def g(self): pass",
+    "a class of another kind": "class C(metaclass=M): pass",
+    "a class that sees its subclasses": "class C:\n    def __init_subclass__(cls): f()",
     "a call with another effect": "x = logging.basicConfig()",
+    "a name that is no longer Python's": "def int(x): f()\nx = int(1)",
     "a condition": "if True: pass",
-    "an attempt": "try:\n    import late\nexcept ImportError: pass",
+    "an attempt that catches all": "try:\n    import late\nexcept: pass",
+    "an attempt that does something": "try:\n    import late\n    f()\nexcept ImportError: pass",
+    "an attempt with the user's module": "try:\n    import fast\nexcept ImportError: pass",
+    "the program itself": "if __name__ == '__main__': f()",
     "a name that is computed": "x = f()",
     "an attribute": "torch.x = 1",
     "a variable that is computed": "os.environ['X'] = f()",
@@ -151,7 +160,69 @@ def test_the_first_statement_that_may_change_an_import_ends_them(what: str, tmp_
     (tmp_path / "prog.py").write_text(f"import sklearn\n{ENDS[what]}\nimport pandas")
     found = leading_statements("script", "prog.py", str(tmp_path), ())
     assert lines_of(found) == [("prog.py", 1, "import sklearn")]
-    assert found.end.startswith(("prog.py:2 ", "prog.py:3 @f"))
+    assert found.end.startswith(("prog.py:2 ", "prog.py:3 "))
+
+
+PURE = """
+import abc, dataclasses, functools, re
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, TypeVar
+import torch
+from torch import nn
+T = TypeVar("T")
+DTYPES: dict[str, Any] = {"half": torch.float16, "n": len("abc"), "f": f"{torch}", "g": lambda: f()}
+WORDS, _word = "a,b".split(","), re.compile("a")
+try:
+    __version__ = version("mine")
+except Exception:
+    __version__ = "0"
+@dataclasses.dataclass(frozen=True)
+class Config:
+    \"""Settings.\"""
+    sizes: list[int] = field(default_factory=list)
+    name: str = "x"
+    @property
+    def both(self) -> tuple[str, int]: return f()
+    @both.setter
+    def both(self, value: str = __version__): ...
+class Model(nn.Module, metaclass=abc.ABCMeta):
+    class Part(Config): pass
+    limit: int
+    @staticmethod
+    @functools.lru_cache(maxsize=8)
+    def g(): f()
+    @torch.no_grad()
+    async def forward(self, x: torch.Tensor | None, *args: "T"): f()
+"""
+
+
+def test_definitions_and_values_change_no_import(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(f"{PURE}\nif __name__ == '__main__': f()")
+    (tmp_path / "prog.py").write_text(f"import mine\n{PURE}\nimport pandas\nf()")
+    found = leading_statements("script", "prog.py", str(tmp_path), ("torch",))
+    assert found.end.startswith(f"prog.py:{len(PURE.splitlines()) + 4} f(): ")
+    assert lines_of(found)[-1][2] == "import pandas"
+
+
+LATER = """
+import torch.distributed.tensor.parallel
+from torch.distributed import checkpoint
+if torch.cuda.is_available():
+    import torch.distributed.pipelining
+"""
+
+
+def test_what_torch_does_not_import_is_imported_ahead_of_the_statements_that_import_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(LATER)
+    (tmp_path / "prog.py").write_text("import pandas\nprint()\nimport mine, torch.distributed.fsdp\nimport datasets")
+    found = leading_statements("script", "prog.py", str(tmp_path), ("torch",))
+    ahead = "import torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor"
+    assert lines_of(found) == [("prog.py", 1, "import pandas"), ("", 0, ahead)]
+    (tmp_path / "mine.py").write_text(f"{LATER}os.environ['TORCH_COMPILE_DISABLE'] = '1'")
+    assert lines_of(leading_statements("script", "prog.py", str(tmp_path), ("torch",))) == [
+        ("prog.py", 1, "import pandas")
+    ]
 
 
 def lines_of(found: Leading) -> list[tuple[str, int, str]]:
@@ -162,9 +233,9 @@ def lines_of(found: Leading) -> list[tuple[str, int, str]]:
 OWN = {
     "mine/__init__.py": "import os\nfrom mine.base import f\nos.environ['A'] = '1'\nlate = 1",
     "mine/base.py": "from transformers import Trainer\ndef f(x: Trainer = None): ...",
-    "mine/data.py": "from . import base, late\nfrom .base import f\nimport datasets\nlog = logging.getLogger(__name__)",
+    "mine/data.py": "from . import base, late\nfrom .base import f\nimport datasets, logging\nl = logging.getLogger()",
     "mine/late.py": "import never",
-    "mine/ends.py": "import scipy\nclass C: ...\nimport never",
+    "mine/ends.py": "import scipy\nf()\nimport never",
 }
 
 
@@ -190,10 +261,11 @@ def test_the_users_own_modules_are_read_as_python_would_execute_them(mode: str, 
     assert lines_of(found) == [
         *begins,
         ("data.py", 3, "import datasets"),
+        ("data.py", 3, "import logging"),
         ("prog.py", 3, "import peft"),
         ("ends.py", 1, "import scipy"),
     ]
-    assert found.end.startswith("mine/ends.py:2 class C:")
+    assert found.end.startswith("mine/ends.py:2 f()")
 
 
 _UNLISTED = """

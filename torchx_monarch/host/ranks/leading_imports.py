@@ -9,6 +9,7 @@ on as the zygote, and the ranks execute the statement and those after it themsel
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import importlib.machinery
@@ -70,6 +71,8 @@ class LeadingImports:
         self._set: dict[bytes, bytes] = {}
         self._packages: set[str] = set()
         self._files: dict[str, tuple[int, int]] = {}
+        self._guard: Any = _Guard(self._installed, self._watch.stop)
+        self._bound: list[tuple[str, str, Any]] = []
 
     def execute(
         self, fork: Callable[[], int], safety: dict[str, Any], hide: Callable[[set[str]], None]
@@ -90,7 +93,7 @@ class LeadingImports:
         why = ""
         with _Output() as output, self._watched() as problem:
             for path, line, text in self._statements:
-                is_import = text.startswith(("import ", "from "))
+                is_import = text.startswith(("import ", "from ", "try:"))
                 if not is_import or text.split()[1].partition(".")[0] in sys.stdlib_module_names:
                     if why := self._execute(path, line, text, main):
                         break
@@ -103,7 +106,7 @@ class LeadingImports:
                 resources = safety["Resources"](fork)
                 why = self._execute(path, line, text, main) or problem()
                 why = why or resources.what_is_new("it", self._watch.places) or generators.seeded_by("it")
-                why = why or self._watch.problem(sys.modules.keys() - imported)
+                why = why or self._watch.problem(sys.modules.keys() - imported) or self._out_of_order(text, main)
                 if not why and output.sizes() != printed and not sys.modules.keys().isdisjoint(_RANK_ZERO):
                     why = "it prints on rank 0 alone"
                 if why:
@@ -138,6 +141,25 @@ class LeadingImports:
             return "it changes a variable that the program sets"  # the program sets it again after the import
         return ""
 
+    def _out_of_order(self, text: str, main: types.ModuleType) -> str:
+        """Return why an import that ranks execute again would not do there what it has done here; empty if it would.
+
+        The first time it may fail in the middle, or it may replace what an import before it has given the program.
+        """
+        nodes = list(ast.walk(ast.parse(text)))
+        froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names.update(str(node.module) for node in froms)
+        if failed := [name for name in names if name in self._guard.found and name not in sys.modules]:
+            return f"the import of {failed[0]} fails"
+        for module, name, value in self._bound:
+            if getattr(sys.modules.get(module), "__dict__", {}).get(name, value) is not value:
+                return f"it replaces {module}.{name}, which has been imported before"
+        given = [(str(node.module), alias) for node in froms for alias in node.names]
+        bound = ((module, alias.name, vars(main).get(alias.asname or alias.name)) for module, alias in given)
+        self._bound += [(module, name, value) for module, name, value in bound if value is not None]
+        return ""
+
     @contextlib.contextmanager
     def _watched(self) -> Iterator[Callable[[], str]]:
         """Watch what statements read and import; yield a function that returns what must not be shared, if anything."""
@@ -146,14 +168,13 @@ class LeadingImports:
         def problem() -> str:
             return "it changes the beginning of sys.path" if sys.path[:1] != path0 else ""
 
-        guard: Any = _Guard(self._installed, self._watch.stop)
         del sys.argv  # another run may have other arguments
-        sys.meta_path.insert(0, guard)
+        sys.meta_path.insert(0, self._guard)
         try:
             with self._watch.replaced_functions():
                 yield problem
         finally:
-            sys.meta_path.remove(guard)
+            sys.meta_path.remove(self._guard)
             sys.argv = argv
 
     def is_current(self, path0: str) -> bool:
@@ -218,6 +239,7 @@ class _Guard:
     """Stop an import of a module that is neither installed nor Python's own before it is executed."""
 
     def __init__(self, installed: _InstalledModules, stop: Callable[[str], None]) -> None:
+        self.found = set[str]()
         self._installed = installed
         self._stop = stop
 
@@ -227,6 +249,8 @@ class _Guard:
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and (file := self._installed.foreign(spec)):
             self._stop(f"it imports {file}, which is not an installed module")
+        if spec is not None:
+            self.found.add(name)
         return spec
 
 

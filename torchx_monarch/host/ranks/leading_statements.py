@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Find the leading statements of a program: those that the zygote can execute before its ranks are forked.
 
-They are the statements before the first one that does anything but import modules, assign constants to names, define
-functions, or set environment variables to constants. Whatever the program does later cannot change what these imports
-do, so a fork that finds them executed is in the state of an interpreter that has executed them itself. Modules of the
-user's own are read and not imported: their leading statements are executed in their place.
+They are the statements before the first one that may change what a later import does (``pure_statements``), but for
+environment variables that are set to constants. So a fork that finds these imports executed is in the state of an
+interpreter that has executed them itself. Modules of the user's own are read and not imported: their leading statements
+are executed in their place.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from torchx_monarch.host.ranks.preloaded_modules import is_read_at_import
+from torchx_monarch.host.ranks.pure_statements import PureStatements, catches_errors
 
 
 class Statement(NamedTuple):
@@ -29,8 +30,8 @@ class Statement(NamedTuple):
     text: str
 
 
-_DYNAMO = Statement("", 0, "import torch._dynamo")
-"""What DistributedDataParallel's constructor executes: 829 modules, about a second (torch 2.13)."""
+_DYNAMO = "torch._dynamo"
+"""What DistributedDataParallel's constructor imports: 829 modules, about a second (torch 2.13)."""
 
 _RUNS_A_THREAD = "monarch"
 """A package that ranks cannot share: that is known before half a second is spent on its import."""
@@ -54,12 +55,6 @@ NOT_IN_TORCH = (
 """Modules of torch, with those below them, that `import torch` does not import, and of which each imports hundreds:
 520 to 841 in torch 2.13, in half a second to one. Others are not worth a zygote that serves one program alone."""
 
-_OF_NO_EFFECT = frozenset(("logging.getLogger", "time.time", "time.monotonic", "time.perf_counter"))
-"""Functions that change no later import. Each rank calls them itself."""
-
-_BLAND = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Tuple, ast.List, ast.BinOp, ast.UnaryOp)
-"""What defaults and annotations of a function may consist of that does not end the leading statements."""
-
 
 class Leading(NamedTuple):
     """The leading statements of a program, and its first other statement, with file and line; empty if it has none."""
@@ -72,7 +67,7 @@ def leading_statements(mode: str, target: str, folder: str, preloaded: Collectio
     """Return the leading statements of a Python program, up to the last one that imports other than ``preloaded``.
 
     Where they import a module of the user's own, that is read as well: its leading statements are the program's. The
-    import of ``torch._dynamo`` is added for a program whose ranks would execute it when they begin to train.
+    import of those of ``NOT_IN_TORCH`` is added that ranks would execute later, or when they begin to train.
 
     Args:
         mode: how the program is run: ``script`` or ``module``; any other has no leading statements.
@@ -84,22 +79,26 @@ def leading_statements(mode: str, target: str, folder: str, preloaded: Collectio
     package, _, module = target.rpartition(".") if mode == "module" else ("", "", "")
     if os.path.basename(path) == "__main__.py" and mode == "module":
         package = target
-    found = [*reader.module(package), *reader.file(path, package)]
+    found = [*reader.module(package), *reader.file(path, package, is_program=True)]
     if not reader.has_read(path) and not reader.end:
         return Leading((), f"{target}: no Python source was found")
     last = max((at for at, (_, names) in enumerate(found, 1) if _is_slow(names, preloaded)), default=0)
-    is_dynamo_used = any(text in reader.source for text in _USES_DYNAMO) and "torch" in preloaded
-    if is_dynamo_used and not any(text in reader.source for text in _SETS_UP_DYNAMO):
-        return Leading((*(statement for statement, _ in found), _DYNAMO), reader.end)
+    later = {*reader.later, *([_DYNAMO] if any(text in reader.source for text in _USES_DYNAMO) else [])}
+    if later and "torch" in preloaded and not any(text in reader.source for text in _SETS_UP_DYNAMO):
+        ahead = Statement("", 0, f"import {', '.join(name for name in NOT_IN_TORCH if name in later)}")
+        return Leading((*(statement for statement, _ in found), ahead), reader.end)
     return Leading(tuple(statement for statement, _ in found[:last]), reader.end)
 
 
 def _is_slow(names: Sequence[str], preloaded: Collection[str]) -> bool:
     """Return whether the zygote is to import modules, rather than each rank."""
     packages = {name.partition(".")[0] for name in names}
-    return bool(packages - {*preloaded} - sys.stdlib_module_names) or any(
-        f"{name}.".startswith(tuple(f"{heavy}." for heavy in NOT_IN_TORCH)) for name in names
-    )
+    return bool(packages - {*preloaded} - sys.stdlib_module_names) or bool(_heavy(names))
+
+
+def _heavy(names: Sequence[str]) -> set[str]:
+    """Return those of ``NOT_IN_TORCH`` that the import of some modules, or of names in them, imports."""
+    return {heavy for heavy in NOT_IN_TORCH for name in names if f"{name}.".startswith(f"{heavy}.")}
 
 
 def program_folder(mode: str, target: str, folder: str) -> str:
@@ -123,6 +122,7 @@ class _Reader:
     Attributes:
         source: all that was read.
         end: the first other statement; empty before it.
+        later: those of ``NOT_IN_TORCH`` that are imported after that.
 
     Args:
         folder: where Python looks first for modules, which are the user's own.
@@ -131,10 +131,12 @@ class _Reader:
     def __init__(self, folder: str) -> None:
         self.source = b""
         self.end = ""
+        self.later: set[str] = set()
         self._folder = folder
         # A folder without ``__init__.py`` does not come before an installed package.
         self._own = {module.name for module in pkgutil.iter_modules([folder])}
         self._trees: dict[str, ast.Module] = {}
+        self._pure: dict[str, PureStatements] = {}
 
     def has_read(self, path: str) -> bool:
         return path in self._trees
@@ -149,9 +151,9 @@ class _Reader:
             else:
                 yield from self.file(f"{path}.py", ".".join(parts[: count - 1]))
 
-    def file(self, path: str, package: str) -> Iterator[tuple[Statement, Sequence[str]]]:
+    def file(self, path: str, package: str, is_program: bool = False) -> Iterator[tuple[Statement, Sequence[str]]]:
         """Read a file whose relative imports are from a package."""
-        if self.end or path in self._trees:
+        if path in self._trees:
             return
         source = _read(path)
         self.source += source
@@ -165,9 +167,8 @@ class _Reader:
         if not source and not path.endswith("__init__.py"):
             del self._trees[path]
             return
+        self._pure[path] = PureStatements(tree, is_program)
         for node in tree.body:
-            if self.end:
-                return
             yield from self._statement(path, package, node)
 
     def _statement(self, path: str, package: str, node: ast.stmt) -> Iterator[tuple[Statement, Sequence[str]]]:
@@ -177,17 +178,14 @@ class _Reader:
                     yield from self._import(path, node.lineno, ast.Import([alias]), [alias.name])
             case ast.ImportFrom(module="__future__"):
                 pass
-            case ast.ImportFrom(module=module, names=names, level=level):
-                parts = package.split(".") if package else []
-                if level > len(parts):
-                    self._end(path, node.lineno, ast.unparse(node))
-                    return
-                around = parts[: len(parts) - level + 1] if level else []
-                base = ".".join([*around, *([module] if module else [])])
-                yield from self._import(path, node.lineno, node, [base, *(f"{base}.{alias.name}" for alias in names)])
-            case _ if (executed := _is_leading(node)) is not None:
-                if executed:
-                    yield Statement(path, node.lineno, ast.unparse(node)), ()
+            case ast.ImportFrom() if modules := _modules(node, package):
+                yield from self._import(path, node.lineno, node, modules)
+            case _ if self.end or self._pure[path].has(node):
+                pass
+            case ast.Try() if attempted := self._attempted(node, self._pure[path]):
+                yield Statement(path, node.lineno, ast.unparse(node)), attempted
+            case _ if _sets_a_variable(node):
+                yield Statement(path, node.lineno, ast.unparse(node)), ()
             case _:
                 self._end(path, node.lineno, ast.unparse(node))
 
@@ -198,23 +196,44 @@ class _Reader:
         package = names[0].partition(".")[0]
         if package == _RUNS_A_THREAD:
             self._end(path, line, ast.unparse(node))
-        elif package not in self._own:
-            yield Statement(path, line, ast.unparse(node)), names
-        else:
+        elif package in self._own:
             yield from self.module(names[0])
-            init = self._trees.get(os.path.join(self._folder, *names[0].split("."), "__init__.py"))
+            place = os.path.join(self._folder, *names[0].split("."))
+            init = self._trees.get(os.path.join(place, "__init__.py"))
             bound = _bound(init) if init is not None else set()
-            for name in names[1:] if init is not None else ():
+            for name in names[1:] if os.path.isdir(place) else ():
                 if self._is_file(name) and name.rpartition(".")[2] not in bound:
                     yield from self.module(name)
-            if not self.end and not self._is_file(names[0]):
+            if not self._is_file(names[0]) and not os.path.isdir(place):
                 self._end(path, line, ast.unparse(node))  # such as an extension module
+        elif self.end:
+            self.later |= _heavy(names)
+        else:
+            yield Statement(path, line, ast.unparse(node)), names
+
+    def _attempted(self, node: ast.Try, pure: PureStatements) -> list[str]:
+        """Return what is imported by an attempt to import installed packages; none if it does anything else."""
+        handled = [statement for handler in node.handlers for statement in handler.body]
+        names: list[str] = []
+        for part in (*node.body, *handled):
+            match part:
+                case ast.Import(names=imported):
+                    names += [alias.name for alias in imported]
+                case ast.ImportFrom(level=0):
+                    names += _modules(part, "")
+                case _ if not pure.has(part):
+                    return []
+        is_simple = catches_errors(node) and not node.orelse and not node.finalbody
+        packages = {name.partition(".")[0] for name in names}
+        return names if is_simple and packages.isdisjoint((*self._own, _RUNS_A_THREAD)) else []
 
     def _is_file(self, name: str) -> bool:
         path = os.path.join(self._folder, *name.split("."))
         return os.path.isfile(f"{path}.py") or os.path.isfile(os.path.join(path, "__init__.py"))
 
     def _end(self, path: str, line: int, text: str) -> None:
+        if self.end:
+            return
         first, shown = text.partition("\n")[0], os.path.relpath(path, self._folder)
         shown = os.path.basename(path) if shown.startswith("..") else shown
         self.end = f"{shown}:{line} {first[:60]}: the first statements, which ranks share, end here"
@@ -234,20 +253,19 @@ def _bound(tree: ast.Module) -> set[str]:
     return names | {part.id for node in tree.body for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 
-def _is_leading(node: ast.stmt) -> bool | None:
-    """Return whether to execute a statement that is no import; None if it may change a later import otherwise."""
+def _modules(node: ast.ImportFrom, package: str) -> list[str]:
+    """Return the module from which names are imported, and the names as modules; nothing outside a package."""
+    parts = package.split(".") if package else []
+    if node.level > len(parts):
+        return []
+    around = parts[: len(parts) - node.level + 1] if node.level else []
+    base = ".".join([*around, *([node.module] if node.module else [])])
+    return [base, *(f"{base}.{alias.name}" for alias in node.names)]
+
+
+def _sets_a_variable(node: ast.stmt) -> bool:
+    """Return whether a statement sets an environment variable to a constant that torch does not read at import."""
     match node:
-        case ast.Expr(value=ast.Constant()):
-            return False
-        case ast.Assign(targets=[ast.Name()], value=value) if _is_constant(value) or _is_of_no_effect(value):
-            return False
-        case ast.FunctionDef(decorator_list=[], args=args) | ast.AsyncFunctionDef(decorator_list=[], args=args):
-            given = [*args.defaults, *filter(None, args.kw_defaults), *([node.returns] if node.returns else [])]
-            declared = (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg)
-            given += [argument.annotation for argument in declared if argument is not None and argument.annotation]
-            return False if all(map(_is_bland, given)) else None
-        case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"), orelse=[]):
-            return False
         case (
             ast.Assign(
                 targets=[ast.Subscript(value=environ, slice=ast.Constant(value=str(name)))],
@@ -260,25 +278,6 @@ def _is_leading(node: ast.stmt) -> bool | None:
                     keywords=[],
                 )
             )
-        ) if ast.unparse(environ) == "os.environ" and not is_read_at_import(name):
-            return True
-    return None
-
-
-def _is_constant(node: ast.expr) -> bool:
-    parts = (ast.Constant, ast.Tuple, ast.List, ast.Dict, ast.Set, ast.UnaryOp, ast.operator, ast.unaryop)
-    return all(isinstance(part, (*parts, ast.expr_context, ast.BinOp)) for part in ast.walk(node))
-
-
-def _is_of_no_effect(node: ast.expr) -> bool:
-    """Return whether an expression is a call such as ``logging.getLogger(__name__)``."""
-    return (
-        isinstance(node, ast.Call)
-        and ast.unparse(node.func) in _OF_NO_EFFECT
-        and not node.keywords
-        and all(isinstance(argument, (ast.Constant, ast.Name)) for argument in node.args)
-    )
-
-
-def _is_bland(node: ast.expr) -> bool:
-    return all(isinstance(part, (*_BLAND, ast.expr_context, ast.operator, ast.unaryop)) for part in ast.walk(node))
+        ):
+            return ast.unparse(environ) == "os.environ" and not is_read_at_import(name)
+    return False
