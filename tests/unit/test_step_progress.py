@@ -17,9 +17,9 @@ import pytest
 
 import torchx_monarch
 from tests.waits import WITHIN
-from torchx_monarch.host.ranks.rank_samples import parse_progress, prepare_progress, read_progress
+from torchx_monarch.host.ranks.rank_samples import prepare_progress, read_progress
 from torchx_monarch.insight import step_progress
-from torchx_monarch.insight.rank_sample import Progress
+from torchx_monarch.insight.rank_sample import Progress, parse_progress
 from torchx_monarch.insight.step_progress import HEAD, NAME, SIZE
 
 
@@ -45,10 +45,12 @@ def test_the_host_reads_the_last_report(rank: Path) -> None:
         loss=torch.tensor(0.5),  # type: ignore[arg-type]
         worse=float("nan"),
         part=Fraction(1, 4),  # type: ignore[arg-type]
+        digest="7f\x1b",
     )
     found = read_progress(rank)
     assert found is not None
     assert (found.step, found.total, found.checkpoint, found.first_step) == (20, None, 5, 10)
+    assert found.digest == "7f\\x1b"
     assert found.metrics == {"loss": 0.5, "part": 0.25} and found.first_time <= found.time
 
 
@@ -63,6 +65,8 @@ def test_the_host_reads_the_last_report(rank: Path) -> None:
         ({"step": 1, "total": "many"}, TypeError),
         ({"step": 1, "checkpoint": -1}, ValueError),
         ({"step": 1, "loss": None}, TypeError),
+        ({"step": 1, "digest": 7}, TypeError),
+        ({"step": 1, "digest": "x" * 129}, ValueError),
         ({"step": 1, "x" * 65: 1}, ValueError),
         ({"step": 1, **{f"m{number}": 1 for number in range(17)}}, ValueError),
     ],
@@ -74,7 +78,8 @@ def test_a_wrong_argument_is_an_error_everywhere(arguments: dict[str, Any], erro
 
 def test_the_longest_report_fits(rank: Path) -> None:
     names = [chr(0x1F600 + number) * 64 for number in range(16)]
-    torchx_monarch.progress((1 << 53) - 1, (1 << 53) - 1, checkpoint=(1 << 53) - 1, **dict.fromkeys(names, -1.23e-300))
+    last, metrics = (1 << 53) - 1, dict.fromkeys(names, -1.23e-300)
+    torchx_monarch.progress(last, last, checkpoint=last, digest=chr(0x1F600) * 128, **metrics)
     found = read_progress(rank)
     assert found is not None and set(found.metrics) == set(names)
 

@@ -7,6 +7,7 @@ Two samples of each rank tell what the ranks do now (``rank_views``): processor 
 from __future__ import annotations
 
 import base64
+import binascii
 import dataclasses
 import functools
 import itertools
@@ -16,7 +17,11 @@ import re
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from torchx_monarch.model.codec import decode
+from torchx_monarch.insight.metrics import MAX_METRICS, MAX_NAME
+from torchx_monarch.insight.step_progress import HEAD, MAX_DIGEST, MAX_STEP
+from torchx_monarch.model.codec import DecodeError, decode
+from torchx_monarch.system import safe_files
+from torchx_monarch.system.untrusted_text import one_line
 
 MAX_MEMBERS = 1 << 20
 """Most ranks of a process group; a longer text is refused by ``parse_ranks``."""
@@ -164,6 +169,7 @@ class Progress:
         step: the step that the program has finished.
         total: the last step; None if the program does not know.
         checkpoint: the step of the last checkpoint.
+        digest: what the program gives for the comparison of two runs; empty for nothing.
         first_step: the step of the first call in this attempt, at ``first_time``.
     """
 
@@ -174,6 +180,7 @@ class Progress:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     first_step: int = 0
     first_time: float = 0.0
+    digest: str = ""
 
     def seconds_left(self, now: float) -> float | None:
         """Return the seconds until the last step, at the mean speed of this attempt; None if that is not known."""
@@ -182,6 +189,26 @@ class Progress:
             return None
         left = max(0, self.total - self.step) * (self.time - self.first_time) / done
         return max(0.0, left - max(0.0, now - self.time))
+
+
+def parse_progress(data: bytes) -> Progress | None:
+    """Parse the file in which a rank reports its progress (``step_progress``); None if it holds something else."""
+    if len(data) < HEAD.size:
+        return None
+    size, checksum = HEAD.unpack_from(data)
+    text = data[HEAD.size : HEAD.size + size]
+    if len(text) != size or binascii.crc32(text) != checksum:
+        return None
+    try:
+        found = decode(Progress, safe_files.parse_json(text.decode()))
+    except (DecodeError, ValueError):
+        return None
+    steps = [step for step in (found.step, found.total, found.checkpoint, found.first_step) if step is not None]
+    if not all(0 <= number < MAX_STEP for number in (*steps, found.time, found.first_time)):
+        return None
+    names = list(found.metrics)[:MAX_METRICS]
+    metrics = {one_line(name[:MAX_NAME]): found.metrics[name] for name in names}
+    return dataclasses.replace(found, metrics=metrics, digest=one_line(found.digest[:MAX_DIGEST]))
 
 
 @dataclasses.dataclass(frozen=True)

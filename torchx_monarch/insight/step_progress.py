@@ -27,11 +27,16 @@ HEAD = struct.Struct("!II")
 
 SIZE = 1 << 14
 
+MAX_DIGEST = 128
+"""Characters of the digest of what the program has computed."""
+
 MAX_STEP = 1 << 53
 """Steps are less than this, which every reader of JSON represents exactly."""
 
 
-def progress(step: int, total: int | None = None, *, checkpoint: int | None = None, **metrics: float) -> None:
+def progress(
+    step: int, total: int | None = None, *, checkpoint: int | None = None, digest: str = "", **metrics: float
+) -> None:
     """Report the progress of the program: ``torchx monarch status`` shows the step, the time left and the metrics.
 
     Call it in a rank after each step, or now and then; it takes 10 to 30 microseconds. Without our hosts, such as under
@@ -43,20 +48,28 @@ def progress(step: int, total: int | None = None, *, checkpoint: int | None = No
         step: the step that the program has finished; 0 or more.
         total: the last step; None if the program does not know.
         checkpoint: the step that the last checkpoint contains; None if there is none, or no other one than before.
+        digest: a text of up to 128 characters that is equal where the program has computed the same, such as a hash of
+            the weights: ``torchx monarch drill`` compares it with that of an undisturbed run.
         metrics: up to 16 numbers by name, such as the loss. One that is not finite is left out.
 
     Raises:
-        TypeError: a step is no integer.
-        ValueError: a step is negative or 2**53 or more, or there are too many metrics, or one with a name longer than
-            64 characters. What else ``float`` raises of a metric that is no number is raised, too.
+        TypeError: a step is no integer, or the digest is no text.
+        ValueError: a step is negative or 2**53 or more, the digest is too long, or there are too many metrics, or one
+            with a name longer than 64 characters. What else ``float`` raises of a metric that is no number is raised,
+            too.
     """
     if len(metrics) > MAX_METRICS or any(len(name) > MAX_NAME for name in metrics):
         raise ValueError(f"give at most {MAX_METRICS} metrics, with names of at most {MAX_NAME} characters")
+    if not isinstance(digest, str):
+        raise TypeError(f"digest is {type(digest).__name__}: give a str")
+    if len(digest) > MAX_DIGEST:
+        raise ValueError(f"digest has {len(digest)} characters: give at most {MAX_DIGEST}")
     numbers = {name: number for name, value in metrics.items() if math.isfinite(number := float(value))}
     _report(
         _step("step", step),
         None if total is None else _step("total", total),
         None if checkpoint is None else _step("checkpoint", checkpoint),
+        digest,
         numbers,
     )
 
@@ -89,7 +102,7 @@ def _open() -> int:
         return -1
 
 
-def _report(step: int, total: int | None, checkpoint: int | None, metrics: dict[str, float]) -> None:
+def _report(step: int, total: int | None, checkpoint: int | None, digest: str, metrics: dict[str, float]) -> None:
     global _file, _first, _checkpoint, _metrics
     now = time.time()
     if _file is None:
@@ -107,6 +120,7 @@ def _report(step: int, total: int | None, checkpoint: int | None, metrics: dict[
         "total": total,
         "time": now,
         "checkpoint": _checkpoint,
+        "digest": digest,
         "metrics": metrics,
         "first_step": _first[0],
         "first_time": _first[1],

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import binascii
 import contextlib
-import dataclasses
 import functools
 import importlib
 import os
@@ -17,10 +15,15 @@ from typing import Any
 
 from torchx_monarch.host.ranks import flight_recorders
 from torchx_monarch.host.ranks.rank_process import Rank
-from torchx_monarch.insight.metrics import MAX_METRICS, MAX_NAME
-from torchx_monarch.insight.rank_sample import DeviceUse, Progress, RankSample, RankSamples, group_calls
-from torchx_monarch.insight.step_progress import HEAD, MAX_STEP, NAME, SIZE
-from torchx_monarch.model.codec import DecodeError, decode
+from torchx_monarch.insight.rank_sample import (
+    DeviceUse,
+    Progress,
+    RankSample,
+    RankSamples,
+    group_calls,
+    parse_progress,
+)
+from torchx_monarch.insight.step_progress import NAME, SIZE
 from torchx_monarch.system import process_status, processes, safe_files
 from torchx_monarch.system.console import WriterThread
 from torchx_monarch.system.untrusted_text import one_line
@@ -117,24 +120,6 @@ def read_progress(directory: Path | None, *, is_end: bool = False) -> Progress |
         with contextlib.suppress(OSError):
             (directory / NAME).unlink(missing_ok=True)
     return None
-
-
-def parse_progress(data: bytes) -> Progress | None:
-    if len(data) < HEAD.size:
-        return None
-    size, checksum = HEAD.unpack_from(data)
-    text = data[HEAD.size : HEAD.size + size]
-    if len(text) != size or binascii.crc32(text) != checksum:
-        return None
-    try:
-        found = decode(Progress, safe_files.parse_json(text.decode()))
-    except (DecodeError, ValueError):
-        return None
-    steps = [step for step in (found.step, found.total, found.checkpoint, found.first_step) if step is not None]
-    if not all(0 <= number < MAX_STEP for number in (*steps, found.time, found.first_time)):
-        return None
-    names = list(found.metrics)[:MAX_METRICS]
-    return dataclasses.replace(found, metrics={one_line(name[:MAX_NAME]): found.metrics[name] for name in names})
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
