@@ -226,12 +226,12 @@ def train(args: argparse.Namespace, device: torch.device) -> float:
         epochs_done = int(state["epoch"])
         say(f"resumed after epoch {epochs_done} from {path.absolute()}")
     model = DistributedDataParallel(net, device_ids=[device.index] if device.type == "cuda" else None)
-    torch.manual_seed(args.seed + 1000 * rank + epochs_done)  # dropout differs between ranks
 
     reached = accuracy(model, x_test, y_test) if epochs_done else math.nan
     width = len(str(args.epochs))
     for epoch in range(epochs_done + 1, args.epochs + 1):
         epoch_started = time.monotonic()
+        torch.manual_seed(args.seed + 1000 * rank + epoch)  # dropout: other on each rank, the same after a restart
         loss = train_epoch(model, optimizer, x_train, y_train, args.batch_size, args.seed + epoch)
         reached = accuracy(model, x_test, y_test)
         seconds = time.monotonic() - epoch_started

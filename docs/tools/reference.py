@@ -124,6 +124,7 @@ _EXAMPLES = {
     "profile": "torchx monarch profile last --rank 3 --seconds 10",
     "explain": "torchx monarch explain last",
     "report": "torchx monarch report last -o job.html",
+    "drill": "torchx monarch drill --faults rank,save -- monarch.spmd -j 2x2 train.py",
     "top": "torchx monarch top last --by-host",
     "metrics": "torchx monarch metrics last loss",
     "mcp": "torchx monarch mcp",

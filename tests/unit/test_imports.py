@@ -157,7 +157,7 @@ _BELOW = {
         *("command", "model", "system"),
     },
     "cli": {
-        *("client", "schedulers", "backends/core", "backends"),
+        *("client", "schedulers", "backends/core", "backends", "code_sync"),
         *("transport", "insight"),
         *("command", "model", "system"),
     },

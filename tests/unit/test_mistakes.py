@@ -100,6 +100,13 @@ def torchx(
         ("monarch profile --seconds x", "'x' is not between 1 and 600 seconds"),
         ("monarch profile -o results/x.svg", "there is no folder results"),
         ("monarch statsu", "Did you mean status?"),
+        ("monarch drill", "nothing says what to run: torchx monarch drill -- monarch.spmd"),
+        ("monarch drill --faults rank,cpu -- monarch.spmd train.py", "there is no fault 'cpu'; there are rank, host"),
+        ("monarch drill -- utils.echo", "utils.echo runs no ranks here"),
+        ("monarch drill -- monarch.spmd trian.py", "Did you mean train.py?"),
+        ("monarch drill -- monarch.spmd train.py --out {folder}/out", "{folder}/out is not in the copy in which"),
+        ("monarch drill -- monarch.spmd train.py", "weights is a link to /, and the program could write there"),
+        ("monarch drill --data weights --data data -- monarch.spmd train.py", "--data data: it is not a path of"),
     ],
 )
 def test_what_to_type_instead(
@@ -109,7 +116,8 @@ def test_what_to_type_instead(
     for name in ("train.py", "package/__init__.py", "package/trainer.py", "data/digits.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert answer.format(folder=tmp_path) in torchx(*command.split())
+    (tmp_path / "weights").symlink_to("/")
+    assert answer.format(folder=tmp_path) in torchx(*command.format(folder=tmp_path).split())
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ SUB_COMMANDS = {
     "report": "a page about a job: what ran, why it ended, and where its time went",
     "mcp": "a server of the Model Context Protocol, for coding agents",
     "web": "live pages about the jobs of this machine, for a browser",
+    "drill": "let one thing after another fail in a program, and compare what it computes",
     "top": "a job and its ranks on one screen, again and again",
 }
 """The sub-commands with their help. Each is the module of its name in this package, with ``add_arguments`` and ``run``,

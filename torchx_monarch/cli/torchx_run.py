@@ -51,22 +51,25 @@ class CmdRun(TorchXCmdRun):  # type: ignore[misc]
     def run(self, args: argparse.Namespace) -> None:
         """Run a component; exit with a message if its name, its arguments or its script are wrong."""
         if not args.stdin:
-            args.component_name_and_args = _checked(args)
+            typed = args.component_name_and_args
+            args.component_name_and_args = component_words(typed, args.scheduler, is_run=not args.dryrun)
         with command.run(args, sys.stderr):
             super().run(args)
 
 
-def _checked(args: argparse.Namespace) -> list[str]:
-    """Return the component and its arguments in a form that TorchX parses with the same meaning."""
+def component_words(typed: list[str], scheduler: str, is_run: bool = True) -> list[str]:
+    """Return a component and its arguments in a form that TorchX parses with the same meaning.
+
+    Exit with a message if they are wrong, or if they are to run on this machine and their program is not there.
+    """
     from torchx.runner import config
 
-    typed: list[str] = args.component_name_and_args
     typed = typed[1:] if typed[:1] == ["--"] else typed
     if typed and not typed[0].startswith("-"):
         component, words = typed[0], typed[1:]
     else:
         component, words = config.get_config(prefix="cli", name="run", key="component") or "", typed
-    if ":" in component or not (component.startswith("monarch") or is_ours(args.scheduler)):
+    if ":" in component or not (component.startswith("monarch") or is_ours(scheduler)):
         return typed
     function = _function_of(component)
     if function is None or not component.startswith(_OWN):
@@ -80,7 +83,7 @@ def _checked(args: argparse.Namespace) -> list[str]:
         _exit(str(error))
     if parsed is None:
         return [component, "--help"]
-    if args.scheduler == "monarch_local" and not args.dryrun:
+    if scheduler == "monarch_local" and is_run:
         image = parsed.options.get("image", "")
         folder = image if os.path.isdir(image) else os.getcwd()
         if "m" in parsed.options:
