@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from torchx_monarch.insight.step_progress import progress as progress
     from torchx_monarch.schedulers.monarch import InvalidCommandError as InvalidCommandError
     from torchx_monarch.schedulers.monarch import WorkspaceError as WorkspaceError
+    from torchx_monarch.training.checkpoint import checkpoint as checkpoint
+    from torchx_monarch.training.checkpoint import last_checkpoint as last_checkpoint
     from torchx_monarch.training.steps import steps as steps
     from torchx_monarch.training.steps import time_left as time_left
 
@@ -70,6 +72,8 @@ _PUBLIC = {
     "UnreachableError": "exceptions",
     "UserError": "backends.core.errors",
     "WorkspaceError": "schedulers.monarch",
+    "checkpoint": "training.checkpoint",
+    "last_checkpoint": "training.checkpoint",
     "progress": "insight.step_progress",
     "run": "client.function",
     "serve": "client.serve",

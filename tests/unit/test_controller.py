@@ -108,6 +108,9 @@ class Job(JobHosts):
         }
         return dict.fromkeys(self.members.attempt, answers[type(request)])
 
+    async def collect(self, request: Request[Any], *args: Any) -> tuple[dict[int, Any], dict[int, str]]:
+        return {}, {}
+
     @contextmanager
     def call(self, request: Request[Any], *args: Any) -> Iterator[HostCall[Any]]:
         step = self._attempts.pop(0)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from torchx_monarch.controller.agreed_stop import AgreedStop, seconds_to_stop
 from torchx_monarch.controller.attempt import Attempt, SameStep, never_joined, why_no_restart
+from torchx_monarch.controller.checkpoints import Checkpoints
 from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import (
@@ -56,7 +57,8 @@ Ranks that cannot start all fail within milliseconds, and the line is to name on
 class Attempts:
     """Run the attempts of one run, on one mesh or, when hosts are lost or join, on several.
 
-    ``current`` is the present attempt. Only the hosts know the options of the run, which they return at its begin.
+    ``current`` is the present attempt, ``checkpoints`` are those of the run. Only the hosts know the options of the
+    run, which they return at its begin.
     """
 
     def __init__(self, hosts: JobHosts, gatherer: HostGatherer, hang_watch: HangWatch) -> None:
@@ -69,6 +71,7 @@ class Attempts:
         self._reporter = hosts.reporter
         self._hang_watch = hang_watch
         self._preflight = Preflight(hosts)
+        self.checkpoints = Checkpoints(hosts)
         self._restarts_used = 0
         self._backoff = Backoff()
         self._never_joined = frozenset[int]()
@@ -137,6 +140,8 @@ class Attempts:
         if self._sizes.elastic and (newcomers := self._gatherer.newcomers()):
             return _joined(newcomers[0])
         world = await self._world(hosts, begun)
+        if self.current.number > 0:
+            await self.checkpoints.restore(world)
         self.current.begin()
         launched = await self._hosts.ask(LaunchRanks(world), self._spec.host_timeout)
         self.current.report_start(self._reporter, "ranks", world, hosts, launched)
@@ -171,6 +176,7 @@ class Attempts:
         watching: list[asyncio.Task[RankExit | Hang | HostEvent | None]] = [
             asyncio.ensure_future(self._first_failure(exits)),
             asyncio.ensure_future(self._hang_watch.run(world.attempt, self._begun.kernel_timeout)),
+            asyncio.ensure_future(self.checkpoints.follow()),
         ]
         if self._sizes.elastic:
             watching.append(asyncio.ensure_future(self._newcomer()))

@@ -67,6 +67,7 @@ class Controller:
                 result = ended
             elif (result := await self._handle(ended)) is None:
                 wait = self._count_change(ended)
+        await self._attempts.checkpoints.finish()
         if self._queue is not None:
             await self._queue.close(result)
         return result
@@ -92,6 +93,7 @@ class Controller:
                 ended = ended.result
             if isinstance(ended, HostEvent):
                 return ended
+            await self._attempts.checkpoints.finish()
             await self._queue.finish(run, self._attempts.current, ended)
             # A request to end this run that is still pending concerns no run any more.
             self._events.take(lambda event: isinstance(event, RunEndRequested))

@@ -240,6 +240,87 @@ class SignalReceived:
     saves: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class CheckpointPart:
+    """What a host has of a checkpoint: the files of its own ranks, or of those of another replica.
+
+    Attributes:
+        attempt: that of the ranks; the files of two attempts make no checkpoint together.
+        replica: the one whose ranks have written it.
+        ranks: these ranks.
+        all_ranks: those that take part; empty for all of ``world``.
+        persist, persist_every, shared: as ranks have said (``training.checkpoint.Written``).
+    """
+
+    step: int
+    attempt: int
+    replica: int
+    ranks: tuple[int, ...]
+    all_ranks: tuple[int, ...]
+    world: int
+    size: int
+    persist: str
+    persist_every: float
+    shared: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointParts:
+    """Report all parts of checkpoints that a host has, and the address from which other hosts fetch them."""
+
+    parts: tuple[CheckpointPart, ...]
+    address: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ListCheckpoints(Request[CheckpointParts]):
+    """Find the parts of checkpoints that the host has, also those that its ranks have completed just now."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PartSource:
+    """Where hosts fetch a part; ``is_needed``: whether the host cannot do without it."""
+
+    part: CheckpointPart
+    addresses: tuple[str, ...]
+    is_needed: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreCheckpoint(Request[str]):
+    """Give the ranks of the next attempt a whole checkpoint, or none without ``sources``, and remove later ones.
+
+    The answer is why that cannot be done, empty if it is.
+    """
+
+    sources: tuple[PartSource, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepCheckpoints(Request[CheckpointParts]):
+    """Keep whole checkpoints, by their steps and attempts, remove earlier ones, and fetch a copy of a part."""
+
+    whole: tuple[tuple[int, ...], ...]
+    copy: PartSource | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PersistCheckpoint(Request[str]):
+    """Copy parts of a checkpoint, by their replicas, into a folder of the user.
+
+    With ``publish`` all hosts have copied theirs: make a whole checkpoint of these parts. The answer is why that cannot
+    be done, empty if it is.
+    """
+
+    step: int
+    attempt: int
+    replicas: tuple[int, ...]
+    folder: str
+    publish: bool = False
+
+
+Report: TypeAlias = SignalReceived | CheckpointParts
+
 Handler: TypeAlias = Callable[[Request[Any]], Awaitable[Any]]
 """Executes a request and returns its answer; it raises nothing but ``HostRefused``."""
 
@@ -260,10 +341,14 @@ def decode_request(message: messages.Message) -> Request[Any]:
     return decode(_REQUESTS[name], message.get("fields"), name)
 
 
-def decode_report(message: Mapping[str, Any]) -> SignalReceived | None:
+_REPORTS = {report.__name__: report for report in get_args(Report)}
+
+
+def decode_report(message: Mapping[str, Any]) -> Report | None:
     """Return the report of a message, whose type is its name; None if it is no report."""
-    name = SignalReceived.__name__
-    return decode(SignalReceived, message, name) if message.get("type") == name else None
+    name = str(message.get("type"))
+    found: Report | None = decode(_REPORTS[name], message, name) if name in _REPORTS else None
+    return found
 
 
 class HostCall(Generic[AnswerT]):

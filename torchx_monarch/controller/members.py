@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from torchx_monarch.controller.host_events import Changes
+from torchx_monarch.controller.host_messages import CheckpointParts
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import messages
@@ -32,12 +33,14 @@ class Member:
     Attributes:
         channel: to it; None for replica 0's own host, and for one that is refused or lost.
         knows_result: whether it has been sent the result of the job.
+        checkpoints: the last report of the parts of checkpoints that it has; None for none.
     """
 
     host: Registration
     state: MemberState
     channel: Channel | None = None
     knows_result: bool = False
+    checkpoints: CheckpointParts | None = None
 
     @property
     def is_registered(self) -> bool:
@@ -68,6 +71,7 @@ class Members:
         on_idle_change: called when the hosts have changed that can take part, and do not.
         on_answer: called with a replica and the answer of its host to a request.
         on_lost: called with a replica whose host answers no more.
+        on_checkpoints: called when a host of the attempt has other parts of checkpoints.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -77,6 +81,7 @@ class Members:
         self.on_idle_change: Callable[[], None] = lambda: None
         self.on_answer: Callable[[int, messages.Message], None] = lambda replica, message: None
         self.on_lost: Callable[[int], None] = lambda replica: None
+        self.on_checkpoints: Callable[[], None] = lambda: None
         self._replicas = replicas
         self._members: dict[int, Member] = {}
         self.connected: dict[int, Member] = {}
@@ -144,6 +149,11 @@ class Members:
         """Return the replica's host in the attempt; None if it has been lost or dismissed, and perhaps replaced."""
         host = self.registered(replica)
         return self._members[replica] if host is not None and host is self.attempt.get(replica) else None
+
+    def set_checkpoints(self, replica: int, parts: CheckpointParts) -> None:
+        if member := self.in_attempt(replica):
+            member.checkpoints = parts
+            self.on_checkpoints()
 
     def write(self, replica: int, data: bytes) -> bool:
         """Write to the replica's host in the attempt, but not wait until it has read; return whether there is one."""

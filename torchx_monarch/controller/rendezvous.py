@@ -37,7 +37,7 @@ from torchx_monarch.controller.host_events import (
     StopRequested,
     signalled,
 )
-from torchx_monarch.controller.host_messages import decode_report
+from torchx_monarch.controller.host_messages import CheckpointParts, decode_report
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.members import Member, Members, MemberState
 from torchx_monarch.model.codec import DecodeError, decode
@@ -386,6 +386,9 @@ class Rendezvous:
                 report = decode_report(message)
             except DecodeError as error:
                 raise messages.ProtocolError(str(error)) from None
+            if isinstance(report, CheckpointParts):
+                self.members.set_checkpoints(host.replica, report)
+                continue
             if report is not None and not 0 < report.number < signal.NSIG:
                 raise messages.ProtocolError(f"{_brief(report.number)} is no number of a signal")
             if report is not None and member.is_registered:

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable
 
-from torchx_monarch.controller.host_messages import Handler, HostRefused, SignalReceived, decode_request
+from torchx_monarch.controller.host_messages import Handler, HostRefused, Report, decode_request
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.model.codec import DecodeError, decode
@@ -126,7 +126,7 @@ class RendezvousClient:
         answer, channel = await open_channel(network, network.rendezvous, greeting, timeout, on_failure)
         return cls(channel, str(answer.get("name"))[:200], network.options.lease)
 
-    async def report(self, report: SignalReceived) -> None:
+    async def report(self, report: Report) -> None:
         await self._channel.send({"type": type(report).__name__, **vars(report)})
 
     async def result(self, handler: Handler) -> JobResult | None:

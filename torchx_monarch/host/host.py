@@ -9,7 +9,7 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from torchx_monarch.controller.host_messages import SignalReceived
+from torchx_monarch.controller.host_messages import Report
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.env_names import INTERFACE
 from torchx_monarch.model.host_spec import HostSpec
@@ -48,7 +48,7 @@ class Host:
     sockets: str = ""
     grace: float = 0.0
     ends_at: float = 0.0
-    report: Callable[[SignalReceived], Coroutine[Any, Any, None]] | None = None
+    report: Callable[[Report], Coroutine[Any, Any, None]] | None = None
     connector: Callable[[messages.Message], Awaitable[Streams]] | None = None
     disk: WriterThread = dataclasses.field(default_factory=WriterThread)
 

@@ -50,6 +50,7 @@ from torchx_monarch.system.run_dirs import remove_tree
 
 if TYPE_CHECKING:
     from torchx_monarch.controller.run_queue import RunQueue
+    from torchx_monarch.host.checkpoints import HostCheckpoints
     from torchx_monarch.host.code_distribution import HostCode
 
 _KERNEL_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
@@ -70,12 +71,14 @@ class RankRuns(Workload):
         self._allocation: AllocationSpec | None = None
         self._script: Command | None = None
         self._restarts = 0
+        self._hosts: JobHosts | None = None
         # The controller gives up a request when a host is lost, and sends the next while the first is still executed.
         self._changing = asyncio.Lock()
         # The token of the present run, and the answer to its request.
         self._begun: tuple[str, host_messages.RunBegun] | None = None
         self._output: RunOutput | None = None
         self._function_file = ""  # of the present run; empty if its program is no function
+        self._checkpoints: HostCheckpoints | None = None  # of the present run; None before its ranks start
 
     def parse(self) -> None:
         host, options = self._host, self._host.options
@@ -137,7 +140,7 @@ class RankRuns(Workload):
 
     def controller(self, rendezvous: Rendezvous) -> Controller:
         options, reporter = self._host.options, self._host.reporter
-        hosts = self._job_hosts(rendezvous)
+        self._hosts = hosts = self._job_hosts(rendezvous)
         gatherer = HostGatherer(self.sizes, rendezvous.members, reporter, HostFailures(options.exclude_after))
         hang_watch = HangWatch(hosts)
         debug_command = f"torchx monarch debug {options.app} --role {options.role}"
@@ -241,6 +244,7 @@ class RankRuns(Workload):
         await self.pool.stop(signal.SIGKILL, 0.0)
         ranks = {rank.rank for rank in self.pool.ranks}
         self.pool.retire()
+        self._free_checkpoints()
         if self._function_file:
             self._host.disk.call(remove_tree, self._function_file)
         last = read_values(os.path.dirname(self._function_file), ranks) if self._function_file else iter(())
@@ -281,6 +285,32 @@ class RankRuns(Workload):
         check_script(command, cwd, hint)
         return with_interpreter(command, self._host.options, environ, cwd)
 
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    async def _held_checkpoints(self) -> HostCheckpoints:
+        """Return the checkpoints of the present run."""
+        from torchx_monarch.host.checkpoints import HostCheckpoints
+
+        if self._checkpoints is None:
+            assert self._network is not None
+            self._checkpoints = await HostCheckpoints.create(self._host, self._network, self._report_parts)
+        return self._checkpoints
+
+    async def _report_parts(self, parts: host_messages.CheckpointParts) -> None:
+        if self._hosts is not None:
+            self._hosts.members.set_checkpoints(0, parts)
+        elif self._host.report is not None:
+            await self._host.report(parts)
+
+    def _free_checkpoints(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+            self._checkpoints = None
+
+    def close(self) -> None:
+        super().close()
+        self._free_checkpoints()
+
     async def _execute(self, request: host_messages.Request[Any]) -> Any:
         match request:
             case host_messages.BeginRun():
@@ -301,7 +331,18 @@ class RankRuns(Workload):
                 return host_messages.StoreOpened(
                     *await pool.serve_store(request.bind, request.advertised, request.hosts)
                 )
+            case host_messages.ListCheckpoints():
+                return await self._checkpoints.find() if self._checkpoints else host_messages.CheckpointParts((), "")
+            case host_messages.KeepCheckpoints():
+                return await (await self._held_checkpoints()).keep(request)
+            case host_messages.RestoreCheckpoint():
+                return await (await self._held_checkpoints()).restore(request)
+            case host_messages.PersistCheckpoint():
+                return await (await self._held_checkpoints()).persist(request)
             case host_messages.LaunchRanks():
+                checkpoints = await self._held_checkpoints()
+                checkpoints.begin(request.world)
+                pool.checkpoints = checkpoints.folder
                 pids = tuple(await pool.launch(request.world))
                 facts = await asyncio.to_thread(take_facts, pool.run, pool.starter.versions)
                 return host_messages.Launched(pids, pool.starter.imported, pool.starter.unshared, facts)

@@ -41,6 +41,7 @@ _QUERIES = (
     host_messages.TakeFacts,
     host_messages.RunWorkerLoop,
     host_messages.GetWorkerLoop,
+    host_messages.KeepCheckpoints,
     host_messages.ReadOutput,
 )
 

@@ -74,6 +74,12 @@ def progress(
     )
 
 
+def set_checkpoint(step: int) -> None:
+    """Have the next report name the step of the last checkpoint."""
+    global _checkpoint
+    _checkpoint = step
+
+
 def _step(name: str, value: Any) -> int:
     step = operator.index(value)
     if not 0 <= step < MAX_STEP:

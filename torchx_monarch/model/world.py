@@ -40,6 +40,10 @@ class HostPlace:
     first_rank: int
     nproc: int
 
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.nproc)
+
 
 @dataclasses.dataclass(frozen=True)
 class World:

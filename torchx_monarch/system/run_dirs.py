@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import re
+from typing import TypeAlias
 
 RUN_PREFIX = "tm-run-"
 """Prefix of the name of a folder for sockets that is not inside an app's folder."""
@@ -40,6 +43,49 @@ def private_dir(within: str) -> str:
         return tempfile.mkdtemp(prefix="h", dir=within)
     except OSError as error:
         raise ValueError(f"cannot make sockets in {within}: {error.strerror}") from None
+
+
+_MEMORY = "/dev/shm"
+_MEMORY_PREFIX = "tm-memory-"
+
+
+MemoryDir: TypeAlias = tuple[str, int]
+"""The path of a folder in memory, and the descriptor that locks it."""
+
+
+def new_memory_dir(name: str) -> MemoryDir:
+    """Make a folder in memory, or in TMPDIR where /dev/shm is missing; return its path with its lock.
+
+    The memory of processes that were killed is freed first: nothing else does it, and their locks are gone.
+    """
+    remove_left_memory()
+    shown = re.sub(r"[^\w.-]", "_", name)[-40:]
+    where = _MEMORY if os.access(_MEMORY, os.W_OK) else os.path.abspath(os.environ.get("TMPDIR") or "/tmp")
+    while True:
+        path = os.path.join(where, f"{_MEMORY_PREFIX}{shown}-{os.urandom(8).hex()}")
+        os.mkdir(path, 0o700)
+        with contextlib.suppress(FileNotFoundError):  # another process has found it before it was locked
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.path.exists(path):
+                return path, descriptor
+            os.close(descriptor)
+
+
+def remove_left_memory() -> None:
+    """Remove the folders of ``new_memory_dir`` in memory whose owners have ended."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = [name for name in os.listdir(_MEMORY) if name.startswith(_MEMORY_PREFIX)]
+    for name in names:
+        with contextlib.suppress(OSError):  # of another user, or in use
+            path = os.path.join(_MEMORY, name)
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_tree(path)
+            finally:
+                os.close(descriptor)
 
 
 def remove_tree(path: str) -> None:

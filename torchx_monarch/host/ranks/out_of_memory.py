@@ -9,20 +9,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from torchx_monarch.system.cgroups import LIMITS, NO_LIMIT, own_cgroups, read_number, read_text
+
 _COUNTERS = ("memory.events", "memory.oom_control")
 """Files of cgroup versions 2 and 1 with a line ``oom_kill N``: how many processes of the cgroup were OOM-killed."""
-
-_LIMITS = ("memory.max", "memory.limit_in_bytes")
-"""Files of cgroup versions 2 and 1. No limit is ``max``, or a number above any machine's memory."""
-
-_NO_LIMIT = 2**60
 
 
 class OutOfMemory:
     """Count OOM kills since this object was created; ``root`` is the folder that contains ``proc`` and ``sys``."""
 
     def __init__(self, root: Path = Path("/")) -> None:
-        self._cgroups = _own_cgroups(root)
+        self._cgroups = own_cgroups(root)
         counters = [cgroup / name for cgroup in self._cgroups for name in _COUNTERS]
         self._counter = next((path for path in counters if _count(path) is not None), root / "none")
         self._kills_before = _count(self._counter) or 0
@@ -35,8 +32,8 @@ class OutOfMemory:
         if (number := (_count(self._counter) or 0) - self._kills_before) <= 0:
             return ""
         # The lowest limit of the cgroup and its parents.
-        limits = [_number(cgroup / name) for cgroup in self._cgroups for name in _LIMITS]
-        limit = min((limit for limit in limits if 0 < limit < _NO_LIMIT), default=0)
+        limits = [read_number(cgroup / name) for cgroup in self._cgroups for name in LIMITS]
+        limit = min((limit for limit in limits if 0 < limit < NO_LIMIT), default=0)
         bound = f" (the memory limit of its cgroup is {limit / 2**20:.0f} MiB)" if limit else ""
         processes = "1 process" if number == 1 else f"{number} processes"
         return (
@@ -45,35 +42,7 @@ class OutOfMemory:
         )
 
 
-def _own_cgroups(root: Path) -> list[Path]:
-    """Return the folders of this process's memory cgroup and its parents, innermost first; only those that exist.
-
-    In a container, ``/proc/self/cgroup`` may name a path of the machine that does not exist here; the innermost parent
-    that exists is then the container's own cgroup.
-    """
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers or "memory" in controllers.split(","):
-            top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-            here = top / path.strip("/")
-            around = [here, *here.parents]
-            return [folder for folder in around[: around.index(top) + 1] if folder.is_dir()]
-    return []
-
-
 def _count(path: Path) -> int | None:
     """Return N of the line ``oom_kill N``; None if the file has no such line."""
-    found = re.search(r"^oom_kill (\d+)", _text(path), re.M)
+    found = re.search(r"^oom_kill (\d+)", read_text(path), re.M)
     return int(found[1]) if found else None
-
-
-def _number(path: Path) -> int:
-    text = _text(path).strip()
-    return int(text) if text.isdigit() else 0
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -31,6 +31,7 @@ from torchx_monarch.model.world import LaunchError, World
 from torchx_monarch.system import processes, run_dirs
 from torchx_monarch.system.console import WriterThread
 from torchx_monarch.training import steps
+from torchx_monarch.training.checkpoint import MEMORY
 
 _COLLECTIVES_TIMEOUT = 1.0
 """Seconds for a rank to tell the state of its collectives. It takes milliseconds, unless it is stopped or holds the
@@ -43,6 +44,9 @@ class RankPool(ProcessPool):
     Methods that start something raise ``LaunchError`` if it cannot be started; the message gives the reason.
     ``on_first_output`` is called when a rank first prints, once for each of its streams. ``ends_at`` is the known end
     of the job, in seconds since the epoch; 0 if there is none.
+
+    Attributes:
+        checkpoints: the folder for the ranks' checkpoints; empty for none.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class RankPool(ProcessPool):
         self._is_retired = False
         self._ends_at = ends_at
         self._steps: StepMemory | None = None
+        self.checkpoints = ""
 
     async def start(self, nproc: str) -> int:
         """Prepare for the ranks (see ``RankStarter.prepare``) and return their number on this host."""
@@ -204,6 +209,7 @@ class RankPool(ProcessPool):
                 **{name: value for name, value in run.environ.items() if name == INTERFACE},
                 **({THIS_JOB: self._attach_socket} if THIS_JOB not in run.environ else {}),  # a script has another one
                 **run.added,
+                **({MEMORY: self.checkpoints} if self.checkpoints else {}),
                 **env,
             },
             "recorder": self._recorders.path,

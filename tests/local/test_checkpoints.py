@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checkpoints in the memory of the hosts: what ranks begin with after they, or their hosts, were killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.local import checkpoint_training
+from tests.local.hosts import NO_PRELOAD, Hosts, torchrun
+from tests.waits import until
+
+_PROGRAM = Path(__file__).with_name("checkpoint_training.py")
+_STEPS = 10
+
+
+class Training:
+    """``checkpoint_training`` on hosts of two ranks each."""
+
+    def __init__(
+        self, folder: Path, *words: str, hosts: int = 2, options: tuple[str, ...] = (), spares: int = 0
+    ) -> None:
+        self.size = 2 * hosts
+        (said := folder / "said").mkdir(exist_ok=True)
+        self.said = said
+        command = torchrun(str(_PROGRAM), str(said), str(_STEPS), *words, nnodes=hosts, restarts=9)
+        self.hosts = Hosts(folder, command, hosts + spares, options=(*NO_PRELOAD, *options)).start()
+
+    def memories(self) -> list[Path]:
+        """Wait until all ranks wait; return the folder in memory of each."""
+        ranks = range(self.size)
+        until(lambda: all((self.said / f"waits_{rank}").exists() for rank in ranks), "all ranks to wait")
+        return [Path((self.said / f"waits_{rank}").read_text().split()[1]) for rank in ranks]
+
+    def until_copied(self, step: int) -> None:
+        """Wait until each host has a copy of what another one has of a checkpoint."""
+        copies = [f"copy_{step}_0_{host}" for host in range(self.size // 2)]
+        folders = {*self.memories()}
+        until(
+            lambda: (
+                all(any((folder / copy / f"step_{step}").exists() for folder in folders) for copy in copies)
+                and not [file for folder in folders for file in folder.glob("copy_*/*/*.*")]
+            ),
+            "the copies",
+        )
+
+    def kill(self, rank: int) -> None:
+        os.kill(int((self.said / f"waits_{rank}").read_text().split()[0]), signal.SIGKILL)
+
+    def finish(self, only_rank_0: bool = False) -> list[str]:
+        """Wait for the end; check the weights, and that no step was done a third time; return what rank 0 has done."""
+        assert set(self.hosts.wait()) <= {0, -signal.SIGKILL}, self.hosts.err()
+        ended = [(self.said / f"end_{rank}").read_text() for rank in range(self.size)]
+        assert ended == [str(weight) for weight in checkpoint_training.undisturbed(self.size, _STEPS, only_rank_0)]
+        return (self.said / "done_0").read_text().splitlines()
+
+
+def begins(done: list[str]) -> list[int]:
+    """The steps with which the attempts began."""
+    return [int(line.split()[3]) for line in done if line.startswith("attempt")]
+
+
+@pytest.mark.parametrize(
+    ("kills", "steps"),
+    [
+        (("0:1:5:save", "1:2:-1:load"), [4, 4]),
+        (("0:3:5:saved",), [4]),
+        (("0:2:5:left",), [4, 5]),
+    ],
+    ids=["in a save and in a load", "before the block is left", "after it"],
+)
+def test_ranks_that_are_killed_lose_one_step_at_most(folder: Path, kills: tuple[str, ...], steps: list[int]) -> None:
+    training = Training(folder, *(word for kill in kills for word in ("--kill", kill)))
+    done = training.finish()
+    resumed = [event["step"] for event in training.hosts.events() if event["kind"] == "resumed"]
+    assert resumed == steps or len(kills) == 1 and resumed[0] in steps
+    memory = re.search(r"/\S*tm-memory-[^/]*", " ".join(done))
+    assert memory and memory[0].startswith("/dev/shm/") and not os.path.exists(memory[0])
+
+
+def test_a_spare_host_begins_with_the_copy_of_the_part_of_the_lost_one(folder: Path) -> None:
+    training = Training(folder, "--kill", "0:wait:5:left", "--own", options=("--spares", "1"), spares=1)
+    training.until_copied(5)
+    training.hosts.lose(1)
+    assert begins(training.finish()) == [0, 6]
+    assert "step 5 in memory (host 1's part from host 0)" in training.hosts.err()
+
+
+def test_a_damaged_checkpoint_is_not_used_and_the_last_is_saved_at_the_end(folder: Path) -> None:
+    persist = folder / "saved"
+    (persist / "step_99").mkdir(parents=True)
+    words = ("--kill", "0:wait:5:left", "--kill", "1:wait:7:left", "--persist", str(persist))
+    training = Training(folder, *words)
+    training.until_copied(5)
+    for path in (path for memory in {*training.memories()} for path in memory.glob("*_5_0*/step_5/rank_3")):
+        path.write_text("5 13")
+    training.kill(0)
+    until(lambda: "the ranks begin with the checkpoint of step 4" in training.hosts.err(), "the second attempt")
+    assert "step 5 in memory cannot be used: host " in training.hosts.err()
+    for rank in range(4):
+        (training.said / f"waits_{rank}").unlink(missing_ok=True)
+    training.memories()
+    training.hosts.stop()
+    assert {path.name for path in persist.iterdir()} == {"step_7", "step_99"}, training.hosts.err()
+    # Another job goes on from there, as after a requeue.
+    for path in training.said.iterdir():
+        path.unlink()
+    again = Training(folder, "--persist", str(persist), "--every", "0.001")
+    assert begins(again.finish()) == [8]
+    assert {path.name for path in persist.iterdir()} <= {f"step_{step}" for step in (7, 8, 9, 99)}
+    assert (persist / "step_9").exists() and not any((persist / "step_99").iterdir())
+
+
+def test_all_hosts_have_what_rank_0_alone_has_saved(folder: Path) -> None:
+    training = Training(folder, "--only-rank-0", "--kill", "0:3:5:left")
+    assert begins(training.finish(only_rank_0=True))[1] in (5, 6)
+
+
+@pytest.mark.nightly(reason="the same as above, at random moments, with two hosts and four")
+@pytest.mark.parametrize("seed", range(20))
+def test_kills_at_random_moments(folder: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    hosts = draw.choice((1, 2, 4))
+    words = [
+        f"{attempt}:{draw.randrange(2 * hosts)}:{draw.randrange(1 + 2 * attempt, 3 + 2 * attempt)}:"
+        f"{draw.choice(('step', 'save', 'saved', 'left'))}"
+        for attempt in range(3)
+    ]
+    training = Training(folder, *(word for kill in words for word in ("--kill", kill)), hosts=hosts)
+    done = training.finish()
+    steps = [line for line in done if line.isdecimal()]
+    assert len(steps) - len({*steps}) <= len(begins(done)) - 1

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``checkpoint`` and ``last_checkpoint`` in the program of a rank, with hosts and without, and what they rest on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.test_sync_store import write
+from torchx_monarch import checkpoint, last_checkpoint
+from torchx_monarch.system import cgroups, run_dirs
+from torchx_monarch.training import saved
+from torchx_monarch.training.checkpoint import MEMORY
+
+Be = Callable[..., None]
+
+
+@pytest.fixture
+def be(monkeypatch: pytest.MonkeyPatch) -> Be:
+    """Has this process be a rank of two, of some start."""
+
+    def be(rank: int, start: int = 0, memory: Path | None = None) -> None:
+        values = {"RANK": rank, "WORLD_SIZE": 2, "TORCHELASTIC_RESTART_COUNT": start, MEMORY: memory or ""}
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+
+    be(0)
+    return be
+
+
+def save(folder: Path, step: int, text: str = "whole", **more: Any) -> None:
+    rank = os.environ["RANK"]
+    with checkpoint(step, folder, **more) as place:
+        (place / f"rank_{rank}").write_text(text)
+
+
+def test_without_our_hosts_a_checkpoint_counts_when_all_ranks_have_left(tmp_path: Path, be: Be) -> None:
+    (tmp_path / "step_9999").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    for rank in (0, 1):
+        be(rank)
+        assert last_checkpoint(tmp_path) is None
+    for step in (1, 2, 3):
+        for rank in (1, 0):
+            be(rank)
+            save(tmp_path, step)
+            newest = last_checkpoint(tmp_path)
+            assert (newest and newest.name) == (
+                f"step_{step}" if rank == 0 else f"step_{step - 1}" if step > 1 else None
+            )
+    assert sorted(os.listdir(tmp_path)) == ["mine", "step_2", "step_3", "step_9999"]
+    assert sorted(os.listdir(tmp_path / "step_3")) == [saved.FILES, "rank_0", "rank_1"]
+    save(tmp_path, 4)  # rank 1 does not come
+    be(1)
+    with pytest.raises(RuntimeError), checkpoint(4, tmp_path) as folder:
+        (folder / "rank_1").write_text("to")
+        raise RuntimeError
+    be(1, start=1)
+    last_checkpoint(tmp_path)
+    save(tmp_path, 4)  # what rank 0 has done before the restart does not count
+    newest = last_checkpoint(tmp_path)
+    assert newest and newest.name == "step_3"
+    be(0, start=1)
+    last_checkpoint(tmp_path)
+    assert len([name for name in os.listdir(tmp_path) if name.startswith(".")]) == 1  # of this start
+    save(tmp_path, 4, "again")
+    newest = last_checkpoint(tmp_path)
+    assert newest and newest.name == "step_4" and (newest / "rank_0").read_text() == "again"
+
+
+def test_a_damaged_checkpoint_on_disk_is_not_taken(tmp_path: Path, be: Be, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, ranks=[0])
+    (tmp_path / "step_2" / "rank_0").write_text("torn")
+    newest = last_checkpoint(tmp_path)
+    assert newest and newest.name == "step_1"
+    assert "step_2: rank_0 is missing or has another size: taking" in capsys.readouterr().err
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path, be: Be) -> None:
+    for text in ("first", "second"):
+        save(tmp_path, 1, text, ranks=[0])
+        assert (tmp_path / "step_1" / "rank_0").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("step", "more", "says"),
+    [
+        (-1, {}, "step is -1: give 0 or more"),
+        (1, {"ranks": [1]}, r"rank 0 is not one of ranks=\[1\]"),
+        (1, {"persist_every": 0}, "persist_every is 0: give a number of seconds above 0"),
+    ],
+    ids=["step", "ranks", "persist_every"],
+)
+def test_says_what_is_wrong(tmp_path: Path, be: Be, step: int, more: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        save(tmp_path, step, **more)
+
+
+def test_in_memory_an_exception_leaves_no_mark_and_the_user_gets_it(tmp_path: Path, be: Be) -> None:
+    be(0, memory=tmp_path)
+    assert last_checkpoint() is None
+    with pytest.raises(KeyError), checkpoint(5):
+        raise KeyError
+    assert os.listdir(tmp_path / "writing_5") == ["step_5"]
+    save(tmp_path / "user", 5)
+    assert json.loads((tmp_path / "writing_5" / "rank_0").read_text())["persist"] == str(tmp_path / "user")
+    (tmp_path / "last").symlink_to(tmp_path / "writing_5" / "step_5")
+    assert last_checkpoint() == tmp_path / "writing_5" / "step_5"
+
+
+def test_a_full_memory_costs_one_checkpoint_and_the_next_goes_to_the_disk(
+    tmp_path: Path, be: Be, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (memory := tmp_path / "memory").mkdir()
+    (memory / "disk").symlink_to(tmp_path / "disk")
+    be(0, memory=memory)
+    with checkpoint(5):
+        # As torch reports it.
+        raise RuntimeError("PytorchStreamWriter failed") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert "rank 0: no room for the checkpoint of step 5 in " in capsys.readouterr().err
+    assert not (memory / "writing_5").exists()
+    save(tmp_path, 6)
+    assert (memory / "writing_6").is_symlink() and (tmp_path / "disk" / "writing_6" / "step_6" / "rank_0").exists()
+
+
+def test_what_a_host_has_no_memory_for_goes_to_the_disk_before_it_is_written(tmp_path: Path, be: Be) -> None:
+    (memory := tmp_path / "memory").mkdir()
+    (memory / "disk").symlink_to(tmp_path / "disk")
+    (memory / "size").write_text(str(1 << 60))
+    be(0, memory=memory)
+    save(tmp_path, 6)
+    assert (memory / "writing_6").is_symlink()
+
+
+def test_the_limit_of_the_cgroup_counts(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/job/step\n",
+        "sys/fs/cgroup/job/step/memory.max": "max\n",
+        "sys/fs/cgroup/job/memory.max": "1000000\n",
+        "sys/fs/cgroup/job/memory.current": "800000\n",
+        "sys/fs/cgroup/job/memory.stat": "inactive_anon 700\ninactive_file 5000\n",
+    }
+    assert cgroups.room_in(write(tmp_path, files), tmp_path) == 205_000
+
+
+def test_links_and_devices_are_no_files_of_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "file").write_text("12345")
+    assert saved.sizes(tmp_path) == {"inner/file": 5}
+    (tmp_path / "inner" / "link").symlink_to("/etc/passwd")
+    with pytest.raises(saved.NotWholeError, match="link' is no ordinary file"):
+        saved.sizes(tmp_path)
+
+
+def test_the_memory_of_a_killed_process_is_freed_by_the_next(tmp_path: Path) -> None:
+    program = (
+        "from torchx_monarch.system import run_dirs; print(run_dirs.new_memory_dir('app/1')[0], flush=True); input()"
+    )
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        left = process.stdout.readline().strip()
+        assert left.startswith("/dev/shm/tm-memory-app_1-") and os.stat(left).st_mode & 0o777 == 0o700
+        run_dirs.remove_left_memory()
+        assert os.path.exists(left)
+        process.kill()
+    run_dirs.remove_left_memory()
+    assert not os.path.exists(left)

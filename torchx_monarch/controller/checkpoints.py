@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which checkpoints in the memory of the hosts are whole, where they are copied to, and with which an attempt begins.
+
+Each host reports the parts that it has; ``Members`` has the last report of each. A checkpoint is whole when the parts
+of all ranks that take part are there, of one attempt. Two whole ones stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+
+from torchx_monarch.controller.host_messages import (
+    CheckpointPart,
+    HostError,
+    KeepCheckpoints,
+    ListCheckpoints,
+    PartSource,
+    PersistCheckpoint,
+    RestoreCheckpoint,
+)
+from torchx_monarch.controller.hosts import JobHosts
+from torchx_monarch.model.world import World
+
+_WHOLE = 2
+
+_TIMEOUT = 600.0
+"""Seconds for hosts to bring the parts that they lack, before ranks start."""
+
+_LAST_TIMEOUT = 300.0
+"""Seconds for the last copy at the end of a job; what ends the hosts may leave less."""
+
+
+@dataclasses.dataclass
+class _Checkpoint:
+    """A checkpoint: its parts by the replicas that have written them, and the replicas whose hosts have each part."""
+
+    parts: dict[int, CheckpointPart] = dataclasses.field(default_factory=dict)
+    holders: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def first(self) -> CheckpointPart:
+        """One of the parts, for what they have in common."""
+        return next(iter(self.parts.values()))
+
+    @property
+    def is_whole(self) -> bool:
+        found = {rank for part in self.parts.values() for rank in part.ranks}
+        return found >= {*(self.first.all_ranks or range(self.first.world))}
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its step and attempt."""
+        return self.first.step, self.first.attempt
+
+
+class Checkpoints:
+    """Follow the checkpoints of one run."""
+
+    def __init__(self, hosts: JobHosts) -> None:
+        self._hosts = hosts
+        self._members = hosts.members
+        self._reporter = hosts.reporter
+        self._changed = asyncio.Event()
+        self._persisted = -1
+        self._last_persist = time.monotonic()
+        self._persisting: tuple[tuple[int, int], asyncio.Task[None]] | None = None
+        self._members.on_checkpoints = self._changed.set
+
+    def _whole(self) -> list[_Checkpoint]:
+        """Return the whole checkpoints of the hosts of the attempt, those of the last attempt first, by their steps."""
+        found: dict[tuple[int, int], _Checkpoint] = {}
+        for replica in self._members.attempt:
+            member = self._members.in_attempt(replica)
+            for part in member.checkpoints.parts if member is not None and member.checkpoints is not None else ():
+                checkpoint = found.setdefault((part.attempt, part.step), _Checkpoint())
+                checkpoint.parts[part.replica] = part
+                checkpoint.holders.setdefault(part.replica, []).append(replica)
+        return [found[key] for key in sorted(found, reverse=True) if found[key].is_whole]
+
+    # -- while ranks run -----------------------------------------------------------------------------------------------
+
+    async def follow(self) -> None:
+        """Copy each whole checkpoint, or the newest after a longer copy, to the next host, and now and then to disk."""
+        kept: tuple[int, int] | None = None
+        self._changed.set()  # the next host may be another one than in the attempt before
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            whole = self._whole()
+            if not whole or whole[0].key == kept:
+                continue
+            keep = {checkpoint.key for checkpoint in whole[:_WHOLE]}
+            with contextlib.suppress(HostError):  # the loss of a host is an event
+                kept = whole[0].key
+                await self._keep(whole[0], (*keep, *self._in_use()))
+            # Hosts may have had later ones already, and not these any more.
+            due = next((checkpoint for checkpoint in self._whole() if checkpoint.key in keep), None)
+            if due and not self._in_use() and time.monotonic() > self._last_persist + due.first.persist_every:
+                self._persisting = due.key, asyncio.ensure_future(self._persist(due))
+
+    def _in_use(self) -> list[tuple[int, int]]:
+        """Return the checkpoint that is being copied to where its ranks have said, if one is."""
+        return [self._persisting[0]] if self._persisting and not self._persisting[1].done() else []
+
+    async def _keep(self, checkpoint: _Checkpoint, whole: tuple[tuple[int, int], ...]) -> None:
+        ring = list(self._members.attempt)
+        keeping = []
+        for place, replica in enumerate(ring):
+            before = ring[place - 1]
+            part = checkpoint.parts.get(before)
+            source = self._source(checkpoint, part) if part is not None and before != replica else None
+            keeping.append(self._hosts.ask(KeepCheckpoints(whole, source), replicas=[replica]))
+        for answers in await asyncio.gather(*keeping):
+            for replica, parts in answers.items():
+                self._members.set_checkpoints(replica, parts)
+
+    def _source(self, checkpoint: _Checkpoint, part: CheckpointPart, is_needed: bool = True) -> PartSource:
+        """Return where the hosts fetch a part, first from the host that has written it."""
+        holders = sorted(checkpoint.holders[part.replica], key=lambda replica: replica != part.replica)
+        members = map(self._members.in_attempt, holders)
+        reports = [member.checkpoints for member in members if member is not None]
+        return PartSource(part, tuple(report.address for report in reports if report and report.address), is_needed)
+
+    # -- persist -------------------------------------------------------------------------------------------------------
+
+    async def finish(self) -> None:
+        """Copy the newest whole checkpoint to where its ranks have said, unless that has been done."""
+        if not self._is_used:
+            return
+        await self._list()
+        if self._persisting is not None:
+            await asyncio.wait([self._persisting[1]], timeout=_LAST_TIMEOUT)
+        for checkpoint in self._whole()[:1]:
+            persisting = asyncio.wait_for(self._persist(checkpoint), _LAST_TIMEOUT)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await self._reporter.while_waiting(persisting, lambda: "the last checkpoint to be copied")
+
+    async def _persist(self, checkpoint: _Checkpoint) -> None:
+        step, attempt = checkpoint.key
+        folder = checkpoint.first.persist
+        if not folder or step == self._persisted:
+            return
+        self._last_persist = time.monotonic()
+        by_holder: dict[int, list[int]] = {}
+        for replica in checkpoint.parts:
+            by_holder.setdefault(checkpoint.holders[replica][0], []).append(replica)
+        asking = [
+            self._hosts.ask(PersistCheckpoint(step, attempt, tuple(replicas), folder), replicas=[holder])
+            for holder, replicas in by_holder.items()
+        ]
+        try:
+            answers = [answer for found in await asyncio.gather(*asking) for answer in found.values()]
+            if not (why := next(filter(None, answers), "")):
+                publish = PersistCheckpoint(step, attempt, tuple(checkpoint.parts), folder, publish=True)
+                publisher = next(iter(by_holder))
+                why = (await self._hosts.ask(publish, replicas=[publisher]))[publisher]
+        except HostError as error:
+            why = str(error)
+        if why:
+            self._reporter.line(f"the checkpoint of step {step} is not in {folder}: {why}")
+        else:
+            self._persisted = step
+            self._reporter.report("checkpoint", f"the checkpoint of step {step} is in {folder}", step=step, path=folder)
+
+    # -- restarts ------------------------------------------------------------------------------------------------------
+
+    async def restore(self, world: World) -> None:
+        """Have the ranks of the next attempt begin with the newest whole checkpoint that can be used."""
+        await self._list()
+        if not self._is_used:
+            return
+        for checkpoint in self._whole():
+            asking = [self._restore(checkpoint, world, replica) for replica in self._members.attempt]
+            if not (why := next(filter(None, await asyncio.gather(*asking)), "")):
+                self._report(checkpoint, world)
+                return
+            self._reporter.line(f"the checkpoint of step {checkpoint.key[0]} in memory cannot be used: {why}")
+        await self._hosts.ask(RestoreCheckpoint(()), _TIMEOUT)
+        self._reporter.line("no whole checkpoint is in memory: the ranks begin with one on disk, or from the start")
+
+    async def _restore(self, checkpoint: _Checkpoint, world: World, replica: int) -> str:
+        own = {*world.place(replica).ranks}
+        sources = []
+        for part in checkpoint.parts.values():
+            is_needed = not own.isdisjoint(part.ranks) or part.world != world.size
+            if is_needed or part.shared:
+                sources.append(self._source(checkpoint, part, is_needed))
+        sources.sort(key=lambda source: source.part.replica != replica)
+        return (await self._hosts.ask(RestoreCheckpoint(tuple(sources)), _TIMEOUT, replicas=[replica]))[replica]
+
+    def _report(self, checkpoint: _Checkpoint, world: World) -> None:
+        copied = [
+            f"host {replica}'s part from host {holders[0]}"
+            for replica, holders in checkpoint.holders.items()
+            if replica not in holders
+        ]
+        more = f" ({', '.join(copied)})" if copied else ""
+        text = f"the ranks begin with the checkpoint of step {checkpoint.key[0]} in memory{more}"
+        self._reporter.report("resumed", text, step=checkpoint.key[0], attempt=world.attempt)
+
+    async def _list(self) -> None:
+        answers, _ = await self._hosts.collect(ListCheckpoints(), _TIMEOUT)
+        for replica, parts in answers.items():
+            self._members.set_checkpoints(replica, parts)
+
+    @property
+    def _is_used(self) -> bool:
+        members = map(self._members.in_attempt, self._members.attempt)
+        return any(member is not None and member.checkpoints and member.checkpoints.parts for member in members)
