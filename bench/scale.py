@@ -29,10 +29,11 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.cli import status as cli_status
 from torchx_monarch.cli import top
 from torchx_monarch.cli.jobs import JobFacts
+from torchx_monarch.cli.report import page_of
 from torchx_monarch.client.rank_queries import read_samples, read_stacks
 from torchx_monarch.components import spmd
 from torchx_monarch.controller.host_messages import ReadCollectives, Request, SampleRanks, TakeStacks
-from torchx_monarch.insight import hangs, rank_sample, report_page, stacks, timeline
+from torchx_monarch.insight import hangs, rank_sample, stacks, timeline
 from torchx_monarch.insight.hangs import HostCollectives, RankCollectives
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus, RankSample, RankSamples, group_calls
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack, shared_stacks
@@ -188,6 +189,7 @@ class Reader:
         status = JobStatus("monarch_slurm://torchx/1", "job", "RUNNING", activity=activity)
         view = JobFacts(AppSnapshot("1", "job", []), status, timeline.build([], ROLE, end=NOW))
         self.timed("samples: status", lambda: cli_status.render(status))
+        self.timed("samples: status --json", lambda: json.dumps(status.to_json()))
         self.timed("samples: top", lambda: top.lines(view, 160))
         self.timed("samples: top --by-host", lambda: top.lines(view, 160, by_host=True))
 
@@ -227,25 +229,10 @@ def read_answers(kind: str, job: Job) -> dict[str, float]:
 
 def report(job: Job) -> str:
     """Return the page of a report, of the events as they are read."""
-    drawn = timeline.build(json.loads(json.dumps(job.events())), ROLE, end=NOW)
-    ranks = drawn.spans_of("rank")
-    texts = dict.fromkeys(("cause", "traceback", "log", "written"), "")
-    lists: dict[str, list[object]] = {name: [] for name in ("facts", "runs", "stacks")}
-    page = {
-        **texts,
-        **lists,
-        "name": "job",
-        "handle": "monarch_slurm://torchx/1",
-        "state": "SUCCEEDED",
-        "headline": "SUCCEEDED after 90 s",
-        "rows": report_page.rows_of(drawn),
-        "ticks": report_page.ticks(drawn.job.seconds),
-        "roles": [{"name": "trainer", "lost": "", "shares": report_page.shares(drawn, "trainer")}],
-        "moments": drawn.moments,
-        "ranks": ranks[:512],
-        "ranks_left_out": max(0, len(ranks) - 512),
-    }
-    return report_page.render(page, drawn.job)
+    drawn = timeline.build(json.loads(json.dumps(job.events())), ROLE, end=991.0)
+    return page_of(
+        JobFacts(AppSnapshot("1", "job", []), JobStatus("monarch_slurm://torchx/1", "job", "SUCCEEDED"), drawn)
+    )
 
 
 def measure(ranks: int, per_host: int, rounds: int) -> dict[str, float]:

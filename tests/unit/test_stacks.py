@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import Mock
 from xml.etree import ElementTree
@@ -91,9 +92,18 @@ def test_what_a_rank_writes_itself_is_limited_and_escaped() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "shown"),
-    [((3,), "rank 3"), ((0, 1, 2, 4, 5, 7), "ranks 0-2,4-5,7"), ((0, 2), "ranks 0,2"), ((0, 1), "ranks 0-1")],
+    [
+        ((3,), "rank 3"),
+        ((0, 1, 2, 4, 5, 7), "ranks 0-2,4-5,7"),
+        ((0, 2), "ranks 0,2"),
+        ((0, 1), "ranks 0-1"),
+        (range(1000), "ranks 0-999"),
+        (range(0, 400, 2), f"ranks {','.join(map(str, range(0, 400, 2)))}"),
+        (range(0, 65536, 8), f"ranks {','.join(map(str, range(0, 1600, 8)))} and 7992 more"),
+    ],
+    ids=["one", "runs", "apart", "two", "all", "many", "very many"],
 )
-def test_ranges_of_ranks(ranks: tuple[int, ...], shown: str) -> None:
+def test_ranges_of_ranks(ranks: Sequence[int], shown: str) -> None:
     assert rank_ranges(ranks) == shown
 
 

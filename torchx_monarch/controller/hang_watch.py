@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from torchx_monarch.controller.host_messages import ReadCollectives, TakeStacks
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.insight.hangs import Fault, Hang, describe_places, diagnose
-from torchx_monarch.insight.stacks import ProcessStacks, rank_ranges
+from torchx_monarch.insight.stacks import ProcessStacks, ranges, rank_ranges
 
 _LOOKS = 10
 """Looks within the seconds after which ranks hang. A wait that may become a hang is looked at when it does."""
@@ -118,8 +118,13 @@ class HangWatch:
         answers, missing = await self._hosts.collect(ReadCollectives(details=True), _TIMEOUT)
         if missing or self._rests:
             return None
-        ranks = [rank for answer in answers.values() for rank in answer.ranks()]
-        return diagnose(ranks, hang_after, self._at_most(), kernel_after)
+        at_most = self._at_most()
+
+        def decide() -> Hang | None:
+            ranks = [rank for answer in answers.values() for rank in answer.ranks()]
+            return diagnose(ranks, hang_after, at_most, kernel_after)
+
+        return await asyncio.to_thread(decide)  # which takes more than a second with 65,536 ranks
 
     def _at_most(self) -> float:
         return asyncio.get_running_loop().time() - self._since
@@ -137,8 +142,8 @@ class HangWatch:
             reason=hang.describe(),
             attempt=attempt,
             fault=hang.fault.value,
-            ranks=hang.ranks,
-            waiting=hang.waiting,
+            ranks=ranges(hang.ranks),
+            waiting=ranges(hang.waiting),
             group=hang.group,
             operation=hang.collective.name,
             number=hang.collective.number,

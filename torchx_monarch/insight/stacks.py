@@ -24,6 +24,9 @@ _MAX_FRAMES = 200
 _MAX_NAME = 300
 """Characters of a file's or a function's name that are kept."""
 
+_MAX_RANGES = 200
+"""Ranges of ranks that are shown. The first rank of each of 8,192 hosts alone would take 45,000 characters."""
+
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-fA-F]+(?: \[(.*)\])? \(most recent call first\):$")
 _FRAME = re.compile(r'  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$')
 
@@ -123,8 +126,11 @@ def _without(own: frozenset[str], frames: tuple[Frame, ...]) -> tuple[Frame, ...
 
 
 def rank_ranges(ranks: Sequence[int]) -> str:
-    """Return ascending ranks in the form ``rank 3`` or ``ranks 0-2,4-7``."""
-    return f"rank {ranges(ranks)}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
+    """Return ascending ranks in the form ``rank 3`` or ``ranks 0-2,4-7``, and how many more after many ranges."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = [number for first, last in consecutive(ranks)[:_MAX_RANGES] for number in range(first, last + 1)]
+    return f"ranks {ranges(shown)}" + (f" and {len(ranks) - len(shown)} more" if len(shown) < len(ranks) else "")
 
 
 def ranges(numbers: Sequence[int]) -> str:
