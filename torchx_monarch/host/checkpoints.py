@@ -75,12 +75,15 @@ class HostCheckpoints:
         name = f"{host.options.app}-{host.options.role}-{host.options.replica}"
         return cls(host, network, report, await asyncio.to_thread(run_dirs.new_memory_dir, name))
 
-    def close(self) -> None:
-        """Free the memory."""
+    def close(self) -> Callable[[], None]:
+        """Keep checkpoints no more; return what frees the memory, which takes a while."""
         self._following.cancel()
         asyncio.get_running_loop().remove_reader(self._ready)
         self._ready.close()
         self._exchange.close()
+        return self._free
+
+    def _free(self) -> None:
         for folder in (self.folder, self._disk):
             run_dirs.remove_tree(folder)
         os.close(self._lock)

@@ -14,7 +14,7 @@ import os
 import shlex
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.command.allocation_spec import AllocationSpec, parse_script, run_command, with_program
@@ -244,7 +244,7 @@ class RankRuns(Workload):
         await self.pool.stop(signal.SIGKILL, 0.0)
         ranks = {rank.rank for rank in self.pool.ranks}
         self.pool.retire()
-        self._free_checkpoints()
+        await asyncio.to_thread(self._close_checkpoints())
         if self._function_file:
             self._host.disk.call(remove_tree, self._function_file)
         last = read_values(os.path.dirname(self._function_file), ranks) if self._function_file else iter(())
@@ -302,14 +302,14 @@ class RankRuns(Workload):
         elif self._host.report is not None:
             await self._host.report(parts)
 
-    def _free_checkpoints(self) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.close()
-            self._checkpoints = None
+    def _close_checkpoints(self) -> Callable[[], None]:
+        """End those of the present run; return what frees their memory."""
+        checkpoints, self._checkpoints = self._checkpoints, None
+        return checkpoints.close() if checkpoints is not None else lambda: None
 
     def close(self) -> None:
         super().close()
-        self._free_checkpoints()
+        self._close_checkpoints()()
 
     async def _execute(self, request: host_messages.Request[Any]) -> Any:
         match request:
