@@ -3,15 +3,15 @@
 
     torchx run -s monarch_local --wait --log monarch.spmd --nproc 2 --max_restarts 1 examples/fsdp2_dcp.py --steps 30
 
-A restart, or the same command again, resumes after the last saved step, also with another number of ranks. On several
-hosts ``--folder`` must be on a shared disk. The ranks use NCCL if each has a GPU, else Gloo. The data is made up.
+A restart resumes after the last saved step, which the hosts have in memory; so does the same command again, from the
+copy on disk, also with another number of ranks. On several hosts ``--folder`` must be on a shared disk. The ranks use
+NCCL if each has a GPU, else Gloo. The data is made up.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 from pathlib import Path
 
 import torch
@@ -23,10 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
-from torchx_monarch import progress
+from torchx_monarch import checkpoint, last_checkpoint, progress
 
 BATCH, LENGTH, VOCABULARY = 8, 32, 64
-MAX_CHECKPOINTS = 2
 
 
 def build_model() -> nn.Sequential:
@@ -35,33 +34,22 @@ def build_model() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(VOCABULARY, 64), *layers, nn.Flatten(0, 1), nn.Linear(64, VOCABULARY))
 
 
-def saved_steps(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
-
-
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Save the shards of all ranks in a folder that is renamed once it is complete, so that a kill loses nothing."""
+    """Save the shards of all ranks in the memory of their hosts, and each ten minutes and at the end in a folder."""
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder / f".step-{step}")
-    if dist.get_rank() == 0:  # every rank has written its shards when save() returns
-        (folder / f".step-{step}").replace(folder / f"step-{step}")
-        for old in saved_steps(folder)[:-MAX_CHECKPOINTS]:
-            shutil.rmtree(folder / f"step-{old}")
+    with checkpoint(step, folder) as place:
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=place)
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Load the last checkpoint; return its step, or 0 if there is none."""
-    last = [0]
-    if dist.get_rank() == 0:
-        last = [max(saved_steps(folder), default=0)]
-        for incomplete in folder.glob(".step-*"):
-            shutil.rmtree(incomplete)
-    dist.broadcast_object_list(last)
-    if last[0]:
-        weights, moments = get_state_dict(model, optimizer)
-        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder / f"step-{last[0]}")
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    return last[0]
+    last = last_checkpoint(folder)
+    if last is None:
+        return 0
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=last)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    return int(last.name.removeprefix("step_"))
 
 
 def main() -> None:
@@ -81,10 +69,10 @@ def main() -> None:
     for module in (model[1], model[2], model):
         fully_shard(module, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    checkpoint = load(args.folder, model, optimizer)
+    first = load(args.folder, model, optimizer)
     if dist.get_rank() == 0:
-        print(f"training on {device.type}, world size {mesh.size()}, after step {checkpoint}", flush=True)
-    for step in range(checkpoint + 1, args.steps + 1):
+        print(f"training on {device.type}, world size {mesh.size()}, after step {first}", flush=True)
+    for step in range(first + 1, args.steps + 1):
         torch.manual_seed(step * mesh.size() + mesh.get_rank())  # each rank has data of its own in each step
         tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), device=device)
         loss = cross_entropy(model(tokens), (5 * tokens.flatten() + 3) % VOCABULARY)
@@ -93,10 +81,9 @@ def main() -> None:
         optimizer.step()
         if step % args.save_every == 0 or step == args.steps:
             save(args.folder, step, model, optimizer)
-            checkpoint = step
             if dist.get_rank() == 0:
                 print(f"saved step {step} of {args.steps}, loss {loss.item():.4f}", flush=True)
-        progress(step, args.steps, checkpoint=checkpoint, loss=loss.item())
+        progress(step, args.steps, loss=loss.item())
     dist.destroy_process_group()
 
 

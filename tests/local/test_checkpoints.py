@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,19 @@ class Training:
     """``checkpoint_training`` on hosts of two ranks each."""
 
     def __init__(
-        self, folder: Path, *words: str, hosts: int = 2, options: tuple[str, ...] = (), spares: int = 0
+        self,
+        folder: Path,
+        *words: str,
+        hosts: int = 2,
+        spares: int = 0,
+        options: tuple[str, ...] = (),
+        make: Callable[..., Hosts] = Hosts,
     ) -> None:
         self.size = 2 * hosts
         (said := folder / "said").mkdir(exist_ok=True)
         self.said = said
         command = torchrun(str(_PROGRAM), str(said), str(_STEPS), *words, nnodes=hosts, restarts=9)
-        self.hosts = Hosts(folder, command, hosts + spares, options=(*NO_PRELOAD, *options)).start()
+        self.hosts = make(folder, command, hosts + spares, options=(*NO_PRELOAD, *options)).start()
 
     def memories(self) -> list[Path]:
         """Wait until all ranks wait; return the folder in memory of each."""

@@ -34,7 +34,7 @@ NIGHTLY = pytest.mark.nightly("as long as the first, with a package that the tes
 @pytest.mark.parametrize(
     ("example", "package", "module", "owner", "finish", "saved"),
     [
-        ("fsdp2_dcp.py", "torch", "torch.distributed.checkpoint", "FileSystemWriter", "finish", ["step-3", "step-4"]),
+        ("fsdp2_dcp.py", "torch", "torch.distributed.checkpoint", "FileSystemWriter", "finish", ["step_4"]),
         pytest.param(
             "huggingface_trainer.py",
             "transformers",
