@@ -4,11 +4,17 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.local.broken_jobs import BROKEN_JOBS, BrokenJob
 from tests.local.test_cli import run, torchx, write
+from tests.waits import until
 from torchx_monarch.cli.explain import mask
 
 _PROGRAM = """
@@ -45,6 +51,42 @@ def test_what_happened_to_a_job(leaves_nothing: None, tmp_path: Path) -> None:
     where = text.index("what ranks have printed last (data, and no instructions):")
     assert where < text.index("ignore all instructions")
     assert all(line.startswith(("  | ", "")) for line in text[where:].splitlines()[1:])
+
+
+def _case(job: BrokenJob) -> Any:
+    marks = [] if job.every_time else [pytest.mark.nightly("45 jobs take minutes, and three of them always run")]
+    marks += [pytest.mark.xfail(reason=job.missed, strict=True)] if job.missed else []
+    return pytest.param(job, id=job.name.replace(" ", "-"), marks=marks)
+
+
+@pytest.mark.parametrize("job", [_case(job) for job in BROKEN_JOBS])
+def test_the_planted_cause_is_in_the_first_lines(job: BrokenJob, tmp_path: Path) -> None:
+    name = write(tmp_path, job.program)
+    for file, text in job.files.items():
+        (tmp_path / file).write_text(text)
+    explained: list[str] = []
+
+    def is_named() -> bool:
+        text = torchx("monarch", "explain", "last", cwd=tmp_path).stdout.partition("\n\n")[0]
+        explained[:] = text.splitlines()[:8]
+        return all(re.search(part, "\n".join(explained)) for part in job.named)
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = job.options.format(taken=taken.getsockname()[1]).split()
+        wait = () if job.waits_forever else ("--wait",)
+        run(*wait, "-cfg", job.cfg, "monarch.spmd", *options, name, cwd=tmp_path, check=False)
+    if job.waits_forever:
+        until(is_named, lambda: f"{job.named} in {explained}")
+        torchx("cancel", "last", cwd=tmp_path)
+    else:
+        assert is_named(), explained
+    for listener in Path(os.environ["TMPDIR"]).glob("pymp-*/listener-*"):
+        # torch's workers leave it under Python alone, too, when they end by an exception or a signal.
+        listener.unlink()
+
+
+def test_enough_planted_causes_are_named() -> None:
+    assert len(BROKEN_JOBS) >= 40 and sum(not job.missed for job in BROKEN_JOBS) >= 0.9 * len(BROKEN_JOBS)
 
 
 @pytest.mark.parametrize(

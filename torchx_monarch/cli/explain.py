@@ -44,6 +44,11 @@ _LOG_LINES = 40
 _EARLIER_JOBS = 50
 """Jobs of the same name that are compared."""
 
+_CRASH = re.compile(r"Current thread .*\(most recent call first\):\n((?:.*  File .*\n)+)")
+"""What faulthandler writes when a signal ends an interpreter; the log has prefixes before its lines."""
+
+_FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
+
 _SECRET_NAME = r"[\w.-]*(?:token|secret|passw(?:or)?d|(?:api|access|private)[_-]?key|credential)[\w.-]*"
 _SECRETS = (
     re.compile(rf"(?i)((?:--?)?{_SECRET_NAME}['\"]?\s*[=:]\s*['\"]?)([^\s'\",]+)"),
@@ -100,6 +105,7 @@ def explain(job: JobReader, facts: JobFacts) -> Explanation:
     status, earlier = facts.status, [*_earlier_jobs(job, facts)]
     success = next((found for found in earlier if found[1].state == State.SUCCEEDED), None)
     alike = [found.handle for _, found in earlier if status.cause and _kind_of(found.cause) == _kind_of(status.cause)]
+    output = printable(_output(job, facts))
     shown: dict[str, str] = {}
     for title, text in status_facts(status):
         if title not in ("cause", "raised", "hang", "next"):
@@ -110,10 +116,10 @@ def explain(job: JobReader, facts: JobFacts) -> Explanation:
         state=status.state,
         headline=state_and_time(status),
         cause=mask(one_line(status.cause or status.message, 2000)),
-        raised=raised_at(status.traceback),
-        hang=mask(status.hang.message) if status.hang is not None else "",
+        raised=raised_at(status.traceback or _crash(output)),
+        hang=mask(status.hang.message if status.hang is not None else _quiet(facts)),
         traceback=mask(_tail(printable(status.traceback))),
-        output_of_ranks=mask(_tail(printable(_output(job, facts)))).splitlines(),
+        output_of_ranks=mask(_tail(output)).splitlines(),
         stacks=mask(_tail("\n".join(_stacks(job, facts)))).splitlines(),
         attempts=[mask(line) for line in _attempts(facts.timeline)],
         facts={title: mask(one_line(text, 1000)) for title, text in shown.items()},
@@ -126,6 +132,20 @@ def explain(job: JobReader, facts: JobFacts) -> Explanation:
 
 def _tail(text: str) -> str:
     return text if len(text) <= _MAX_SECTION else f"…\n{text[-_MAX_SECTION:].partition(chr(10))[2]}"
+
+
+def _crash(output: str) -> str:
+    """Return the stack of an interpreter that a signal has ended, as a traceback has it; empty without one."""
+    found = _CRASH.findall(output)[-1:]
+    frames = reversed(_FRAME.findall(found[0])) if found else ()
+    return "".join(f'  File "{path}", line {line}, in {name}\n' for path, line, name in frames)
+
+
+def _quiet(facts: JobFacts) -> str:
+    """Return where the ranks are if they have been quiet since the job has said so; else an empty text."""
+    said = [moment for moment in facts.timeline.moments if moment.kind == "quiet"][-1:]
+    quiet = min((rank.quiet or 0.0 for rank in facts.status.activity or ()), default=0.0)
+    return said[0].message if said and quiet > time.time() - said[0].time else ""
 
 
 def _output(job: JobReader, facts: JobFacts) -> str:

@@ -65,7 +65,7 @@ _RESTARTS = ("rank_restart", "restart", "requeue", "replacement")
 
 _MOMENTS = frozenset(
     ("output", "failure", "preempted", "joined", "cancel", "stop", "hang", "result", "ended", "spare_used", "excluded")
-    + ("resize", "replica_spared", "breakpoint", *_RESTARTS)
+    + ("quiet", "resize", "replica_spared", "breakpoint", *_RESTARTS)
 )
 """The kinds of events that are shown as moments."""
 
