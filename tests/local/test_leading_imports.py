@@ -189,6 +189,21 @@ except (ImportError, AttributeError):
     assert run(text) == {"pack pack"}
 
 
+def test_modules_of_torch_are_imported_ahead_of_what_ranks_execute(
+    run: Callable[..., set[str]], tmp_path: Path
+) -> None:
+    install(tmp_path, "torch/__init__.py", "__version__ = '2'\nclass version:\n    cuda = None")
+    install(tmp_path, "torch/distributed/__init__.py", "class TCPStore:\n    def __init__(*args, **options): pass")
+    install(tmp_path, "torch/distributed/fsdp.py", "")
+    install(tmp_path, "other.py", "rank = os.environ.get('RANK')")
+    (tmp_path / "mine.py").write_text("import sys\nfound = list(sys.modules)\nfrom torch.distributed import fsdp")
+    for first in ("other", "pack"):  # one that ranks cannot share
+        text = f"import {first}\nimport mine\nimport pack\n{AHEAD}"
+        shown = "print('torch.distributed.fsdp' in mine.found, *ahead(mine.fsdp, pack), flush=True)"
+        expected = "torch.distributed.fsdp" if first == "other" else "torch.distributed.fsdp pack"
+        assert run(f"{text}\n{shown}") == {f"False {expected}"}
+
+
 def test_what_an_import_gives_the_program_is_not_what_a_later_one_has_replaced(
     run: Callable[..., set[str]], tmp_path: Path
 ) -> None:

@@ -136,6 +136,8 @@ ENDS = {
     "a class of another kind": "class C(metaclass=M): pass",
     "a class that sees its subclasses": "class C:\n    def __init_subclass__(cls): f()",
     "a call with another effect": "x = logging.basicConfig()",
+    "a variable that an import may set": "import os\nx = os.environ['X']",
+    "modules": "from sys import modules as m\nx = len(m)",
     "a name that is no longer Python's": "def int(x): f()\nx = int(1)",
     "a condition": "if True: pass",
     "an attempt that catches all": "try:\n    import late\nexcept: pass",

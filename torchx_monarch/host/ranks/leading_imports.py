@@ -90,34 +90,36 @@ class LeadingImports:
         before, main, generators = set(sys.modules), types.ModuleType("__main__"), safety["Generators"]()
         vars(main).update(__builtins__=sys.modules["builtins"], __file__=self._path)
         sys.modules["__main__"] = main
-        why = ""
         with _Output() as output, self._watched() as problem:
             for path, line, text in self._statements:
+                # What the program has no statement for is hidden from those that its ranks execute.
+                if self.unshared if line else sys.modules.keys() >= {*text.removeprefix("import ").split(", ")}:
+                    continue
                 is_import = text.startswith(("import ", "from ", "try:"))
                 if not is_import or text.split()[1].partition(".")[0] in sys.stdlib_module_names:
-                    if why := self._execute(path, line, text, main):
-                        break
-                    continue
-                printed, imported = output.sizes(), set(sys.modules)
-                copy, writer, why = _fork_copy(fork)
-                if not copy:
-                    output.truncate(printed)
-                    break
-                resources = safety["Resources"](fork)
-                why = self._execute(path, line, text, main) or problem()
-                why = why or resources.what_is_new("it", self._watch.places) or generators.seeded_by("it")
-                why = why or self._watch.problem(sys.modules.keys() - imported) or self._out_of_order(text, main)
-                if not why and output.sizes() != printed and not sys.modules.keys().isdisjoint(_RANK_ZERO):
-                    why = "it prints on rank 0 alone"
-                if why:
-                    _leave_to(copy, writer, why, safety["children"]())
-                os.kill(copy, signal.SIGKILL)
-                os.waitpid(copy, 0)
-                os.close(writer)
-                if not line:  # the program has no such statement
-                    hide({name for name in sys.modules.keys() - imported if name not in sys.stdlib_module_names})
-            if why and line:
-                self.unshared = f"{os.path.basename(path)}:{line} {text}: {why}"
+                    why = self._execute(path, line, text, main)
+                else:
+                    printed, imported = output.sizes(), set(sys.modules)
+                    copy, writer, why = _fork_copy(fork)
+                    if not copy:
+                        output.truncate(printed)
+                    else:
+                        resources = safety["Resources"](fork)
+                        why = self._execute(path, line, text, main) or problem()
+                        why = why or resources.what_is_new("it", self._watch.places) or generators.seeded_by("it")
+                        new = sys.modules.keys() - imported
+                        why = why or self._watch.problem(new) or self._out_of_order(text, main)
+                        if not why and output.sizes() != printed and not sys.modules.keys().isdisjoint(_RANK_ZERO):
+                            why = "it prints on rank 0 alone"
+                        if why:
+                            _leave_to(copy, writer, why, safety["children"]())
+                        os.kill(copy, signal.SIGKILL)
+                        os.waitpid(copy, 0)
+                        os.close(writer)
+                        if not line:
+                            hide({name for name in new if name not in sys.stdlib_module_names})
+                if why and line:
+                    self.unshared = f"{os.path.basename(path)}:{line} {text}: {why}"
             self.output = output.read()
         new = set(sys.modules) - before
         self._packages = {name.partition(".")[0] for name in new}

@@ -67,7 +67,7 @@ def leading_statements(mode: str, target: str, folder: str, preloaded: Collectio
     """Return the leading statements of a Python program, up to the last one that imports other than ``preloaded``.
 
     Where they import a module of the user's own, that is read as well: its leading statements are the program's. The
-    import of those of ``NOT_IN_TORCH`` is added that ranks would execute later, or when they begin to train.
+    import of those of ``NOT_IN_TORCH`` is added that ranks would execute otherwise, or when they begin to train.
 
     Args:
         mode: how the program is run: ``script`` or ``module``; any other has no leading statements.
@@ -83,9 +83,9 @@ def leading_statements(mode: str, target: str, folder: str, preloaded: Collectio
     if not reader.has_read(path) and not reader.end:
         return Leading((), f"{target}: no Python source was found")
     last = max((at for at, (_, names) in enumerate(found, 1) if _is_slow(names, preloaded)), default=0)
-    later = {*reader.later, *([_DYNAMO] if any(text in reader.source for text in _USES_DYNAMO) else [])}
-    if later and "torch" in preloaded and not any(text in reader.source for text in _SETS_UP_DYNAMO):
-        ahead = Statement("", 0, f"import {', '.join(name for name in NOT_IN_TORCH if name in later)}")
+    heavy = {*reader.heavy, *([_DYNAMO] if any(text in reader.source for text in _USES_DYNAMO) else [])}
+    if heavy and "torch" in preloaded and not any(text in reader.source for text in _SETS_UP_DYNAMO):
+        ahead = Statement("", 0, f"import {', '.join(name for name in NOT_IN_TORCH if name in heavy)}")
         return Leading((*(statement for statement, _ in found), ahead), reader.end)
     return Leading(tuple(statement for statement, _ in found[:last]), reader.end)
 
@@ -122,7 +122,7 @@ class _Reader:
     Attributes:
         source: all that was read.
         end: the first other statement; empty before it.
-        later: those of ``NOT_IN_TORCH`` that are imported after that.
+        heavy: those of ``NOT_IN_TORCH`` that are imported before and after that.
 
     Args:
         folder: where Python looks first for modules, which are the user's own.
@@ -131,7 +131,7 @@ class _Reader:
     def __init__(self, folder: str) -> None:
         self.source = b""
         self.end = ""
-        self.later: set[str] = set()
+        self.heavy: set[str] = set()
         self._folder = folder
         # A folder without ``__init__.py`` does not come before an installed package.
         self._own = {module.name for module in pkgutil.iter_modules([folder])}
@@ -206,10 +206,10 @@ class _Reader:
                     yield from self.module(name)
             if not self._is_file(names[0]) and not os.path.isdir(place):
                 self._end(path, line, ast.unparse(node))  # such as an extension module
-        elif self.end:
-            self.later |= _heavy(names)
         else:
-            yield Statement(path, line, ast.unparse(node)), names
+            self.heavy |= _heavy(names)
+            if not self.end:
+                yield Statement(path, line, ast.unparse(node)), names
 
     def _attempted(self, node: ast.Try, pure: PureStatements) -> list[str]:
         """Return what is imported by an attempt to import installed packages; none if it does anything else."""

@@ -2,7 +2,8 @@
 """Decide whether a statement that is no import changes what a later import does.
 
 Definitions and assignments of names do not, if what Python evaluates for them are constants, names, attributes and
-calls of functions that only return a value. A class is remembered by those that it is derived from at most.
+calls of functions that only return a value, of which no import changes any. A class is remembered by those that it is
+derived from at most.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ _PURE = {
     "functools": "cache lru_cache partial wraps",
     "importlib.metadata": "version",
     "logging": "getLogger",
-    "os": "getenv",
-    "os.environ": "get",
     "re": "compile",
     "threading": "Lock RLock local",
     "time": "monotonic perf_counter time",
     "torch": "device enable_grad inference_mode no_grad",
 }
 """Others, by their modules."""
+
+_CHANGED = ("os.environ", "sys.meta_path", "sys.modules", "sys.path", "warnings.filters")
+"""What the import of a package may change, and ranks find changed before they execute it."""
 
 _METHODS = ("absolute", "getter", "resolve", "setter")
 """Methods, of paths and properties, that only return a value."""
@@ -101,15 +103,21 @@ class PureStatements:
         todo: list[ast.AST] = [expression]
         for node in todo:
             todo += () if isinstance(node, ast.Lambda) else ast.iter_child_nodes(node)
-        return all(self._is_pure_call(node.func) for node in todo if isinstance(node, ast.Call))
+        calls = [node.func for node in todo if isinstance(node, ast.Call)]
+        names = (self._origin(node) for node in todo if isinstance(node, (ast.Name, ast.Attribute)))
+        return all(map(self._is_pure_call, calls)) and not any(name in _CHANGED for name in names)
 
     def _is_pure_call(self, called: ast.expr) -> bool:
         match called:
             case ast.Attribute(value=value, attr=attr) if isinstance(value, ast.Constant) or attr in _METHODS:
                 return True
-        first, dot, rest = ast.unparse(called).partition(".")
-        module, _, name = f"{self._origins.get(first, '')}{dot}{rest}".rpartition(".")
+        module, _, name = self._origin(called).rpartition(".")
         return module in _PURE_MODULES.split() or name in _PURE.get(module, "").split()
+
+    def _origin(self, node: ast.expr) -> str:
+        """Return the name of something imported, with that of its module."""
+        first, dot, rest = ast.unparse(node).partition(".")
+        return f"{self._origins.get(first, '')}{dot}{rest}"
 
 
 def catches_errors(node: ast.Try) -> bool:

@@ -126,11 +126,12 @@ def _versions() -> dict[str, str]:
 def _lead(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
     if program["unsafe"]:
         return {}  # each rank executes an interpreter of its own
-    zygote, run_sibling_file = os.getpid(), program["run_sibling_file"]
+    run_sibling_file = program["run_sibling_file"]
 
     def fork() -> int:
+        parent = os.getpid()  # that of an earlier copy, perhaps
         if (copy := _fork()) == 0:
-            _die_with(zygote)
+            _die_with(parent)
         return copy
 
     if order["cwd"] is not None:
