@@ -18,20 +18,24 @@ from torchx.specs import AppState, Role
 from tests.local.detached import Detached
 from tests.local.hosts import NO_PRELOAD, Hosts, torchrun
 from tests.waits import WITHIN, until
+from torchx_monarch.cli.jobs import opened_job
+from torchx_monarch.cli.status import render
 
 #: Ranks of unequal speed; each begins a step only when all have begun the one before, as if they reduced gradients.
 TRAIN = """
 import torchx_monarch as tm
 folder, world = sys.argv[1], int(os.environ["WORLD_SIZE"])
-def begun(step):
-    return os.path.exists(f"{folder}/{attempt}.{step}")
-for step in tm.steps(range(1_000_000)):
+saved = f"{folder}/saved"
+start = int(open(saved).read()) if os.path.exists(saved) else 0
+for step in tm.steps(range(start, 1_000_000)):
     time.sleep(0.002 * (rank % 3))
     open(f"{folder}/{attempt}.{step}.{rank}", "w").close()
     while not all(os.path.exists(f"{folder}/{attempt}.{step}.{other}") for other in range(world)):
         time.sleep(0.001)
-    if step == 5:
+    if step == start + 5:
         print("running", flush=True)
+if rank == 0:
+    open(saved, "w").write(str(step + 1))
 print(f"saved {rank} {step} {tm.time_left() is not None}", flush=True)
 """
 
@@ -170,4 +174,34 @@ def test_a_job_that_stops_after_a_time_goes_on_with_retries(apps: Detached, trai
     status = apps.wait(app_id)
     assert (status.state, status.num_restarts) == (AppState.FAILED, 1)
     assert re.search(r": 2 s have passed \(stop_after\); stopped at step [\d,]+, saved$", status.msg), status.msg
-    assert len(SAVED.findall(output())) == 8
+    first, last = sorted({int(step) for _, step in SAVED.findall(output())})
+    assert len(SAVED.findall(output())) == 8 and first < last
+    with opened_job(apps.handle(app_id)) as job:
+        account = job.read().status.account
+    assert account is not None and (account.steps, account.redone) == (last + 1, 0)
+    assert account.goodput is not None and 0 < account.goodput < 1
+
+
+def test_the_account_of_a_restart(apps: Detached, script: Callable[[str], str]) -> None:
+    path = script("""
+        import torchx_monarch as tm
+        last = tm.last_checkpoint()
+        start = int((last / "step").read_text()) + 1 if last else 0
+        for step in tm.steps(range(start, 20)):
+            time.sleep(0.01)
+            if step == 14 and not attempt:
+                sys.exit(3)
+            if step % 10 == 9:
+                with tm.checkpoint(step) as folder:
+                    (folder / "step").write_text(str(step))
+    """)
+    command = torchrun(path, nproc=1, restarts=1)
+    app_id = apps.run(Role("r", "", entrypoint=command[0], args=command[1:]), preload="none")
+    assert apps.wait(app_id).state is AppState.SUCCEEDED
+    with opened_job(apps.handle(app_id)) as job:
+        status = job.read().status
+    account = status.account
+    assert account is not None and (account.steps, account.redone) == (20, 4)  # 10 to 13
+    (since,) = account.since_checkpoint
+    assert since is not None and 0.04 <= since < WITHIN
+    assert {"start", "restart", "redone"} <= account.lost.keys() and "20 done, 4 redone" in render(status)

@@ -14,12 +14,16 @@ from torchx_monarch.host.no_restart_marker import VARIABLE, NoRestartMarker
 from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.host_result import HostResult, why_no_other_start
 from torchx_monarch.model.host_spec import HostSpec, parse_exit_codes
-from torchx_monarch.model.job_result import JobResult, RankExit
+from torchx_monarch.model.job_result import JobResult, RankExit, StepsDone
 
 
 def failed(rank: int = 0, code: int = 1, **extra: object) -> RankExit:
     error = {"message": {"message": "boom", "extraInfo": extra}} if extra else None
     return RankExit(rank, rank, 0, "node", 100 + rank, code, 1.0, error=error)
+
+
+def at_step(rank: int, step: int | None) -> RankExit:
+    return replace(failed(rank), steps=None if step is None else StepsDone(0, step, 0.0, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +80,7 @@ def test_who_has_never_joined() -> None:
 def test_failures_at_the_same_step(steps: list[int | None], stops_after: int | None) -> None:
     def reasons(limit: int) -> list[str]:
         same = SameStep()
-        causes = [replace(failed(0), step=step) for step in steps]
+        causes = [at_step(0, step) for step in steps]
         return [same.why_not([cause], cause, limit) for cause in causes]
 
     stopped = [number for number, reason in enumerate(reasons(3), 1) if reason]
@@ -85,7 +89,7 @@ def test_failures_at_the_same_step(steps: list[int | None], stops_after: int | N
 
 
 def test_the_step_of_another_rank_counts_if_the_cause_has_reported_none() -> None:
-    exits, same = [failed(0), replace(failed(1), step=5), replace(failed(2), step=4)], SameStep()
+    exits, same = [failed(0), at_step(1, 5), at_step(2, 4)], SameStep()
     assert same.why_not(exits, exits[0], 2) == ""
     assert same.why_not(exits, exits[0], 2) == "2 failures in a row at step 5, without progress (same_step_limit)"
 

@@ -27,7 +27,7 @@ from torchx_monarch.insight.step_progress import HEAD, NAME, SIZE
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of a rank, as which this process reports."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    for name, value in (("_file", None), ("_checkpoint", None), ("_first", (0, 0.0))):
+    for name, value in (("_file", None), ("_checkpoint", (None, 0.0)), ("_first", (0, 0.0))):
         monkeypatch.setattr(step_progress, name, value)
     prepare_progress(tmp_path)
     yield tmp_path

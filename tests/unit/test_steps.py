@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from torchx_monarch.controller.agreed_stop import AgreedStop
 from torchx_monarch.controller.host_messages import HostCall, Request, StopAtStep
 from torchx_monarch.host.ranks import step_memory
 from torchx_monarch.host.ranks.step_memory import StepMemory
+from torchx_monarch.insight.rank_sample import Progress
 from torchx_monarch.training import steps
 
 TARGET, CONFIRMED, PASSED, WAITS_AT = steps.TARGET, steps.CONFIRMED, steps.PASSED, steps.WAITS_AT
@@ -205,11 +207,16 @@ def test_without_hosts_the_loop_is_that_of_what_it_is_given() -> None:
         assert done.stdout == "a b c None False\n", done.stderr
 
 
-def test_no_item_is_taken_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepMemory]:
+    """The memory of one rank, as which this process loops."""
     memory = StepMemory(1, time.time() + 50)
-    slot = steps._open(memory.variable(0))
-    assert slot is not None
-    monkeypatch.setattr(steps, "_opened", [slot])
+    monkeypatch.setattr(steps, "_opened", [steps._open(memory.variable(0))])
+    yield memory
+    memory.close()
+
+
+def test_no_item_is_taken_that_is_not_used(memory: StepMemory) -> None:
     taken: list[str] = []
 
     def items() -> Iterator[str]:
@@ -217,20 +224,64 @@ def test_no_item_is_taken_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> N
             taken.append(item)
             yield item
 
+    slot = steps._memory()
+    assert slot is not None
     slot[TARGET] = slot[CONFIRMED] = 2  # at the beginning, and after each step
-    assert list(tm.steps(items())) == taken == ["a", "b"] and memory.last_step(0) is None
+    assert list(tm.steps(items())) == taken == ["a", "b"] and memory.progress(0, None, 1e10) is None
     assert 49 < (tm.time_left() or 0) <= 50
-    memory.close()
+
+
+@pytest.mark.parametrize(
+    ("ranges", "first", "last"),
+    [
+        ([range(7, 7)], None, None),
+        ([range(7, 17)], 7, 16),
+        ([range(7, 17), range(17, 20)], 7, 19),
+        ([range(5), range(5)], None, None),  # the steps of epochs
+        ([range(5), "abc"], None, None),
+        ([range(0, 10, 2)], None, None),
+        ([range(-3, 3)], None, None),
+    ],
+    ids=str,
+)
+def test_what_a_host_knows_of_the_steps(
+    memory: StepMemory, ranges: list[Any], first: int | None, last: int | None
+) -> None:
+    for items in ranges:
+        assert len(list(tm.steps(items))) == len(items)
+    steps.checkpointed(12)
+    now = time.time()
+    found = memory.progress(0, None, now)
+    assert (found and found.first_step, found and found.step, found and found.checkpoint) == (
+        (None, None, None) if first is None else (first, last, 12)
+    )
+    reported = Progress(3, None, now, checkpoint=1, checkpoint_time=now - 100)
+    merged = memory.progress(0, reported, now)
+    assert (
+        merged is not None and (merged.step, merged.checkpoint) == (3, 12) and now - 9 < merged.checkpoint_time <= now
+    )
+
+
+def test_a_step_that_has_not_ended_is_not_done(memory: StepMemory) -> None:
+    for step in tm.steps(range(100, 110)):
+        if step == 104:
+            break
+    found = memory.progress(0, None, 1e10)
+    assert found is not None and (found.first_step, found.step) == (100, 103)
 
 
 def test_what_ranks_write_does_no_harm() -> None:
     hosts = FakeHosts([2])
     first, second = hosts.slots()
-    first[PASSED], second[PASSED] = -5, (1 << 63) - 1
-    first[steps.STEP], second[steps.STEP] = -7, (1 << 63) - 1
+    for field in range(4, steps.FIELDS):
+        first[field], second[field] = -5, (1 << 63) - 1
     read = asyncio.run(hosts.ask(StopAtStep()))[0]
     assert (read.passed, read.step, read.running, read.left) == (1 << 60, None, 2, (0, 1))
+    second[steps.FIRST], second[steps.CHECKPOINT] = 8, 9
+    reported = Progress(3, None, 200.0)
+    found = [hosts.memories[0].progress(rank, reported, 300.0) for rank in (0, 1)]
+    assert found == [reported, replace(reported, checkpoint=8, checkpoint_time=300.0)]
     os.truncate(hosts.memories[0].variable(0).rpartition(":")[0], 3)
-    assert not hosts.memories[0].is_used and hosts.memories[0].last_step(1) is None
+    assert not hosts.memories[0].is_used and hosts.memories[0].progress(1, None, 9.0) is None
     assert asyncio.run(hosts.ask(StopAtStep()))[0].passed == 0
     hosts.close()

@@ -127,7 +127,8 @@ class JobReader:
         except (UnreachableError, RefusedError, AllocationError, BackendError) as error:
             return replace(facts, problem=str(error), status=replace(facts.status, silent=_silent(facts, role)))
         last = max((rank.last_output for rank in activity if rank.last_output is not None), default=None)
-        status = replace(facts.status, activity=activity or None, last_output=last)
+        account = job_status.account_of(facts.app, facts.timeline, activity)
+        status = replace(facts.status, activity=activity or None, last_output=last, account=account)
         return replace(facts, status=status, missing=missing)
 
     def _ask_ranks(self, hosts: Hosts, pause: float) -> tuple[list[RankView], dict[str, str]]:

@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> None:
                 "state": facts.status.state,
                 "seconds": facts.timeline.job.seconds,
                 "roles": {role: _times(facts.timeline, role) for role in roles},
+                "account": facts.status.to_json()["account"],
             }
         )
 

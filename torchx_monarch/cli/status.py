@@ -17,6 +17,7 @@ from torchx_monarch.cli.allocation_arguments import add_address
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import PATIENCE, SAMPLE_PAUSE_S, opened_job
 from torchx_monarch.cli.output import Screen, add_json, print_json, print_record
+from torchx_monarch.insight.account import Account
 from torchx_monarch.insight.rank_sample import RankView
 from torchx_monarch.insight.stacks import ranges
 from torchx_monarch.insight.summary import raised_at, show_duration, show_restarts
@@ -123,6 +124,9 @@ _MAX_NOT_RUNNING = 3
 _MAX_BREAKPOINTS = 4
 """Ranks that wait in a breakpoint that are shown."""
 
+_MAX_FAILURES = 5
+"""Last failures whose times since a checkpoint are shown."""
+
 _MAX_TRENDS = 4
 """Metrics whose trends are shown."""
 
@@ -182,6 +186,7 @@ def facts(status: JobStatus, now: float | None = None, *, on_page: bool = False)
         ("progress", _progress(activity) or (f"step {status.step}" if status.step is not None else "")),
     ]
     found += [("trend", text) for text in trend_lines(status)]
+    found += account_facts(status.account)
     found += [
         ("collectives", _collectives(activity, status.handle)),
         ("each rank", _resource_use(activity)),
@@ -191,6 +196,18 @@ def facts(status: JobStatus, now: float | None = None, *, on_page: bool = False)
     found += [(command.format(role.role), role.command) for role in status.roles]
     found += [("next", one_line(command)) for command in status.next]
     return [(title, text) for title, text in found if text]
+
+
+def account_facts(account: Account | None) -> list[tuple[str, str]]:
+    """Return what is known of the steps of a job, and of the time of its hosts, as titles and texts."""
+    if account is None or account.goodput is None:
+        return []
+    steps = f"{account.steps:,} done, {account.redone:,} redone"
+    ends = [show_duration(seconds) for seconds in account.since_checkpoint if seconds is not None]
+    shown = ", ".join(ends[-_MAX_FAILURES:])
+    steps += f"; {shown} from the last checkpoint to each failure" if shown else ""
+    lost = ", ".join(f"{cause} {show_duration(seconds)}" for cause, seconds in account.lost.items() if seconds >= 0.05)
+    return [("steps", steps), ("goodput", f"{account.goodput:.1%}" + (f"; the rest: {lost}" if lost else ""))]
 
 
 def _replicas(replicas: Sequence[ReplicaState]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from torchx_monarch.cli.allocation_arguments import add_handle, seconds
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
 from torchx_monarch.cli.output import Screen, add_json, print_record
-from torchx_monarch.cli.status import headline, trend_lines
+from torchx_monarch.cli.status import account_facts, headline, trend_lines
 from torchx_monarch.insight.log_lines import is_terminal
 from torchx_monarch.insight.rank_sample import RankView
 from torchx_monarch.insight.stacks import ranges
@@ -79,6 +79,7 @@ def head(facts: JobFacts, width: int) -> list[str]:
     parts = [job_status.in_one_line(status), show_restarts(status.restarts) if status.restarts else ""]
     found = [headline(status), *textwrap.wrap(one_line("; ".join(filter(None, parts))), width, break_on_hyphens=False)]
     found += trend_lines(status)
+    found += [f"{title}: {text}" for title, text in account_facts(status.account)]
     found += [one_line(f"host {replica}: {why}") for replica, why in facts.missing.items()]
     found += [one_line(facts.problem)] if facts.problem else []
     return [line[:width] for line in found]

@@ -12,7 +12,15 @@ from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_result import forbidden_by
 from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.model.job_result import JobResult, RankExit, describe_failure, exit_records, root_cause, shell_code
+from torchx_monarch.model.job_result import (
+    JobResult,
+    RankExit,
+    describe_failure,
+    exit_records,
+    root_cause,
+    shell_code,
+    steps_of_all,
+)
 from torchx_monarch.model.world import World
 
 
@@ -78,7 +86,9 @@ class Attempt:
         if self.exits and self.has_begun and not self._is_recorded:
             self._is_recorded = True
             text = f"attempt {self.number + 1} has ended"
-            reporter.ranks_ended(text, exit_records(self.exits, self.cause), attempt=self.number)
+            steps = steps_of_all(self.exits.values())
+            fields = {} if steps is None else {"steps": dataclasses.asdict(steps)}
+            reporter.ranks_ended(text, exit_records(self.exits, self.cause), attempt=self.number, **fields)
 
 
 class SameStep:

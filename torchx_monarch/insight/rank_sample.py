@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from torchx_monarch.insight.metrics import MAX_METRICS, MAX_NAME
 from torchx_monarch.insight.step_progress import HEAD, MAX_DIGEST, MAX_STEP
 from torchx_monarch.model.codec import DecodeError, decode
+from torchx_monarch.model.job_result import StepsDone
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -168,7 +169,7 @@ class Progress:
     Attributes:
         step: the step that the program has finished.
         total: the last step; None if the program does not know.
-        checkpoint: the step of the last checkpoint.
+        checkpoint: the step of the last checkpoint, which was reported at ``checkpoint_time``; 0 for none.
         digest: what the program gives for the comparison of two runs; empty for nothing.
         first_step: the step of the first call in this attempt, at ``first_time``.
     """
@@ -181,6 +182,7 @@ class Progress:
     first_step: int = 0
     first_time: float = 0.0
     digest: str = ""
+    checkpoint_time: float = 0.0
 
     def seconds_left(self, now: float) -> float | None:
         """Return the seconds until the last step, at the mean speed of this attempt; None if that is not known."""
@@ -204,11 +206,21 @@ def parse_progress(data: bytes) -> Progress | None:
     except (DecodeError, ValueError):
         return None
     steps = [step for step in (found.step, found.total, found.checkpoint, found.first_step) if step is not None]
-    if not all(0 <= number < MAX_STEP for number in (*steps, found.time, found.first_time)):
+    if not all(0 <= number < MAX_STEP for number in (*steps, found.time, found.first_time, found.checkpoint_time)):
         return None
     names = list(found.metrics)[:MAX_METRICS]
     metrics = {one_line(name[:MAX_NAME]): found.metrics[name] for name in names}
     return dataclasses.replace(found, metrics=metrics, digest=one_line(found.digest[:MAX_DIGEST]))
+
+
+def steps_done(progress: Progress, started: float, now: float) -> StepsDone:
+    """Return the steps of a rank by what it has reported, which it may have made up: times are from its start on."""
+    began, ended, saved = (
+        min(max(time, started), now) for time in (progress.first_time, progress.time, progress.checkpoint_time)
+    )
+    known = progress.checkpoint is not None and progress.checkpoint_time > 0
+    first, last = min(progress.first_step, progress.step), progress.step
+    return StepsDone(first, last, began, max(began, ended), progress.checkpoint, saved if known else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,9 +352,9 @@ class RankView:
 class StepsRead:
     """What the ranks of a host do in their loops of ``training.steps``.
 
-    ``passed`` are the stop points that the furthest rank has passed, ``done`` its steps if it waits at one, and
-    ``step`` its step where its loop counts. ``is_used``: whether any has begun a loop. ``running`` is the number of
-    ranks that run, and ``left`` are those of them that do not wait at the target; once it is confirmed, all of them.
+    ``passed`` are the stop points that the furthest rank has passed, ``done`` the steps that it has done, and ``step``
+    the number of the last one, if they have numbers. ``is_used``: whether any has begun a loop. ``running`` is the
+    number of ranks that run, and ``left`` are those of them that do not wait at the target; once it is confirmed, all.
     """
 
     passed: int = 0

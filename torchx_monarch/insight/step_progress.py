@@ -77,7 +77,7 @@ def progress(
 def set_checkpoint(step: int) -> None:
     """Have the next report name the step of the last checkpoint."""
     global _checkpoint
-    _checkpoint = step
+    _checkpoint = step, time.time()
 
 
 def _step(name: str, value: Any) -> int:
@@ -93,7 +93,7 @@ _file: int | None = None
 """The file; -1 if there is none, None before the first call."""
 
 _first: tuple[int, float] = (0, 0.0)
-_checkpoint: int | None = None
+_checkpoint: tuple[int | None, float] = (None, 0.0)
 _metrics: MetricsFile | None = None
 
 
@@ -115,8 +115,8 @@ def _report(step: int, total: int | None, checkpoint: int | None, digest: str, m
         _file, _first = _open(), (step, now)
         if _file >= 0:
             _metrics = MetricsFile(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]))
-    if checkpoint is not None:
-        _checkpoint = checkpoint
+    if checkpoint not in (None, _checkpoint[0]):
+        _checkpoint = checkpoint, now
     if _metrics is not None:
         _metrics.add(step, now, metrics)
     if _file < 0:
@@ -125,7 +125,8 @@ def _report(step: int, total: int | None, checkpoint: int | None, digest: str, m
         "step": step,
         "total": total,
         "time": now,
-        "checkpoint": _checkpoint,
+        "checkpoint": _checkpoint[0],
+        "checkpoint_time": _checkpoint[1],
         "digest": digest,
         "metrics": metrics,
         "first_step": _first[0],

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from torchx_monarch.insight.events import Event
 from torchx_monarch.model.codec import DecodeError, Seconds, decode
+from torchx_monarch.model.job_result import StepsDone
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -98,6 +99,8 @@ class Span:
         secondary: whether the rank was stopped, or failed because it lost another rank.
         grouped: when the rank formed its first process group; None for other kinds, or if it is not known.
         log_attempt: N of the log folders ``attempt_N`` of an attempt; None for other kinds, or if it is not known.
+        is_recorded: whether the end of the ranks of an attempt is known.
+        steps: the steps that all its ranks had done then; None for other kinds, or if they are not known.
     """
 
     kind: str
@@ -113,6 +116,8 @@ class Span:
     secondary: bool = False
     grouped: float | None = None
     log_attempt: int | None = None
+    is_recorded: bool = False
+    steps: StepsDone | None = None
 
     @property
     def seconds(self) -> float:
@@ -329,6 +334,9 @@ class _RoleReader:
             self._add_ranks(event, self._attempt)
         elif kind == "attempt_end":
             self._end_ranks(event)
+            if (attempt := self._view.attempt) is not None:
+                attempt.is_recorded = True
+                attempt.steps = next(_decoded([event.get("steps")], StepsDone), None)
         self._read_view(event)
         self._read_failure(event)
 

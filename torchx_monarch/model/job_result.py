@@ -54,6 +54,21 @@ def describe_shell_code(code: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
+class StepsDone:
+    """The steps that a rank has done in an attempt, from the first to the last, and when.
+
+    ``saved`` is when its last checkpoint, that of the step ``checkpoint``, was complete; None for none.
+    """
+
+    first: int
+    last: int
+    began: Seconds
+    ended: Seconds
+    checkpoint: int | None = None
+    saved: Seconds | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class RankExit:
     """The exit of one rank, or of the command of a replica.
 
@@ -69,7 +84,7 @@ class RankExit:
         started: when its program was started, in seconds since the epoch.
         out_of_memory: evidence that the kernel killed the rank for lack of memory; empty without evidence.
         hang: why the rank was stopped as the one for which others waited in a collective; empty if it was not.
-        step: the last step that its program has reported; None for none.
+        steps: the steps that its program has reported, or has done in loops of ``training.steps``; None for none.
         grouped: when it formed its first process group, in seconds since the epoch; None if it has not, or that is not
             known.
         failure_reported_at: when it told its host that its program had failed, in seconds since the epoch; None if it
@@ -91,10 +106,15 @@ class RankExit:
     started: Seconds = 0.0
     out_of_memory: str = ""
     hang: str = ""
-    step: int | None = None
+    steps: StepsDone | None = None
     grouped: Seconds | None = None
     failure_reported_at: Seconds | None = None
     last_output: str = ""
+
+    @property
+    def step(self) -> int | None:
+        """The last step that its program has done; None if that is not known."""
+        return None if self.steps is None else self.steps.last
 
     @property
     def is_command(self) -> bool:
@@ -229,6 +249,12 @@ def exit_records(exits: Mapping[int, RankExit], cause: RankExit | None) -> list[
         }
         for _, ended in sorted(exits.items())
     ]
+
+
+def steps_of_all(exits: Iterable[RankExit]) -> StepsDone | None:
+    """Return the steps that all ranks have done of which any are known; None if none is."""
+    known = (ended.steps for ended in exits if ended.steps is not None)
+    return min(known, key=lambda steps: steps.last, default=None)
 
 
 def describe_failure(exits: Collection[RankExit], cause: RankExit, world_size: int) -> str:

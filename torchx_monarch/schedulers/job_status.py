@@ -18,6 +18,8 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import AppStatus, count_restarts, root_cause
 from torchx_monarch.command.command import Command
 from torchx_monarch.command.rank_command import rank_command
+from torchx_monarch.insight import account
+from torchx_monarch.insight.account import Account
 from torchx_monarch.insight.rank_sample import RankView
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 from torchx_monarch.insight.timeline import PHASES, Moment, RoleView, Timeline, seconds_to_group
@@ -121,6 +123,7 @@ class JobStatus:
     activity: Sequence[RankView] | None = None
     step: int | None = None
     metrics: Sequence[MetricTrend] = ()
+    account: Account | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -228,7 +231,18 @@ def build(
             for role in roles
         ],
         live=live,
+        account=account_of(app, timeline, has_failed=status.state in (State.FAILED, State.CANCELLED)),
     )
+
+
+def account_of(
+    app: AppSnapshot, timeline: Timeline, activity: Sequence[RankView] = (), *, has_failed: bool = False
+) -> Account | None:
+    """Return the account of the first role of ranks; ``activity`` is what its ranks do."""
+    role = next((role.spec.name for role in app.roles if role.spec.runs_ranks), None)
+    reported = (rank.progress for rank in activity if rank.progress is not None)
+    present = min(reported, key=lambda progress: progress.step, default=None)
+    return None if role is None else account.build(timeline, role, present, has_failed=has_failed)
 
 
 def _cause(app: AppSnapshot, status: AppStatus, timeline: Timeline, result: HostResult) -> str:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from torchx_monarch.insight import step_progress
 from torchx_monarch.system.cgroups import read_number, room_in
-from torchx_monarch.training import saved
+from torchx_monarch.training import saved, steps
 
 MEMORY = "MONARCH_CHECKPOINTS"
 """The variable with the folder in which a host keeps the checkpoints of its ranks."""
@@ -112,6 +112,7 @@ def checkpoint(
             yield Path(nowhere)
         return
     step_progress.set_checkpoint(step)
+    steps.checkpointed(step)
 
 
 def last_checkpoint(persist: str | os.PathLike[str] | None = None) -> Path | None:

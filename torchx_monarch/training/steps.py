@@ -35,20 +35,22 @@ T = TypeVar("T")
 VARIABLE = "MONARCH_STEPS"
 """The variable with the file of this memory and the place of the rank in it: ``PATH:LOCAL_RANK``."""
 
-FIELDS = 8
+FIELDS = 16
 """Words of 8 bytes of a rank."""
 
-MAGIC, END, TARGET, CONFIRMED, PASSED, WAITS_AT, STEP, LOOPS = range(FIELDS)
-"""The fields. The host writes the first four: ``KEY``, the known end in milliseconds since the epoch or 0, the target,
-and the target that is confirmed or 0. The rank writes how many stop points it has passed; the target at
-which it waits; the number of its step, where its loop counts, plus 1, else 0; and how many loops it has begun."""
+MAGIC, END, TARGET, CONFIRMED, PASSED, WAITS_AT, LOOPS, BEGUN, FIRST, SINCE, CHECKPOINT, SAVED = range(12)
+"""The fields. The host writes the first four: ``KEY``, the known end or 0, the target, and the target that is confirmed
+or 0. The rank writes how many stop points it has passed; the target at which it waits; how many loops and steps it has
+begun; the number of its first step, plus 1, or ``UNNUMBERED``; when it began its first loop; the step of its last
+checkpoint, plus 1, and when that was complete. Times are milliseconds since the epoch; 0 stands for none."""
+
+UNNUMBERED = -1
+"""``FIRST`` where the steps have no numbers in a row: loops over other things than ranges, or over the same again."""
 
 KEY = 0x7374657073
 
 NEVER = 1 << 62
 """A stop point that no rank reaches."""
-
-MAX_STEP = 1 << 53
 
 _POLL = 0.001
 
@@ -72,13 +74,15 @@ class Steps(Generic[T]):
         if memory is None:
             yield from self._iterable
             return
-        memory[LOOPS] += 1
+        memory[SINCE] = memory[SINCE] or int(time.time() * 1000)
         self.stopped = _stops(memory)
         if self.stopped:
             return
+        memory[FIRST] = _first(self._iterable, memory)
+        memory[LOOPS] += 1
         memory[PASSED] += 1
         for item in self._iterable:
-            memory[STEP] = item + 1 if type(item) is int and 0 <= item < MAX_STEP else 0  # type: ignore[operator]
+            memory[BEGUN] += 1
             yield item
             passed = memory[PASSED]
             if memory[TARGET] == passed and _stops(memory):
@@ -111,6 +115,20 @@ def time_left() -> float | None:
     """
     memory = _memory()
     return max(0.0, memory[END] / 1000 - time.time()) if memory is not None and memory[END] else None
+
+
+def checkpointed(step: int) -> None:
+    """Tell the host that the checkpoint of a step is complete."""
+    if (memory := _memory()) is not None:
+        memory[CHECKPOINT], memory[SAVED] = step + 1, int(time.time() * 1000)
+
+
+def _first(iterable: object, memory: memoryview[int]) -> int:
+    """Return ``FIRST`` for a loop that begins, which goes on where those before have ended, or is the first one."""
+    if not isinstance(iterable, range) or iterable.step != 1 or not 0 <= iterable.start < 1 << 53:
+        return UNNUMBERED
+    first = memory[FIRST] if memory[LOOPS] else iterable.start + 1
+    return first if first + memory[BEGUN] == iterable.start + 1 else UNNUMBERED
 
 
 def _stops(memory: memoryview[int]) -> bool:

@@ -24,7 +24,7 @@ from torchx_monarch.host.ranks.run_spec import rank_environment
 from torchx_monarch.host.ranks.step_memory import StepMemory
 from torchx_monarch.host.ranks.timers import FILE, TimerServer
 from torchx_monarch.insight.hangs import RankCollectives
-from torchx_monarch.insight.rank_sample import StepsRead
+from torchx_monarch.insight.rank_sample import Progress, RankSamples, StepsRead, steps_done
 from torchx_monarch.model.env_names import INTERFACE, THIS_JOB
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.world import LaunchError, World
@@ -217,8 +217,17 @@ class RankPool(ProcessPool):
         }
 
     def _read_exit(self, rank: Rank, traceback_bytes: int) -> RankExit:
-        progress = read_progress(rank.directory, is_end=True)
         exit = super()._read_exit(rank, traceback_bytes)
-        if progress is not None:
-            return dataclasses.replace(exit, step=progress.step)
-        return dataclasses.replace(exit, step=self._steps.last_step(rank.local_rank) if self._steps else None)
+        found = self._with_steps(rank.local_rank, read_progress(rank.directory, is_end=True), exit.time)
+        return exit if found is None else dataclasses.replace(exit, steps=steps_done(found, exit.started, exit.time))
+
+    async def samples(self) -> RankSamples:
+        found = await super().samples()
+        ranks = [
+            dataclasses.replace(sample, progress=self._with_steps(sample.local_rank, sample.progress, sample.time))
+            for sample in found.ranks
+        ]
+        return dataclasses.replace(found, ranks=tuple(ranks))
+
+    def _with_steps(self, local_rank: int, reported: Progress | None, now: float) -> Progress | None:
+        return reported if self._steps is None else self._steps.progress(local_rank, reported, now)

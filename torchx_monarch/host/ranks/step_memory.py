@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import struct
 import tempfile
@@ -11,7 +12,8 @@ import time
 from collections.abc import Sequence
 
 from torchx_monarch.host.ranks.rank_process import Rank
-from torchx_monarch.insight.rank_sample import StepsRead
+from torchx_monarch.insight.rank_sample import Progress, StepsRead
+from torchx_monarch.insight.step_progress import MAX_STEP
 from torchx_monarch.training import steps
 
 _WORD = struct.Struct("=q")
@@ -39,7 +41,8 @@ class StepMemory:
             self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self._count = count
         self._target, self._is_confirmed = -1, False
-        first = _RANK.pack(steps.KEY, int(ends_at * 1000), steps.NEVER, 0, 0, 0, 0, 0)
+        fields = [steps.KEY, int(ends_at * 1000), steps.NEVER]
+        first = _RANK.pack(*fields, *[0] * (steps.FIELDS - len(fields)))
         os.pwrite(self._file.fileno(), first * count, 0)
 
     def variable(self, local_rank: int) -> str:
@@ -52,12 +55,19 @@ class StepMemory:
     @property
     def is_used(self) -> bool:
         """Whether a rank has begun a loop of ``steps``."""
-        return any(fields[steps.LOOPS] for fields in self._read())
+        return any(fields[steps.SINCE] for fields in self._read())
 
-    def last_step(self, local_rank: int) -> int | None:
-        """Return the last step that a rank has begun, where its loop counts; None if there is none."""
-        step = self._read()[local_rank][steps.STEP] - 1
-        return step if 0 <= step < steps.MAX_STEP else None
+    def progress(self, local_rank: int, reported: Progress | None, now: float) -> Progress | None:
+        """Return what a rank has reported by itself, with what its loops tell; None if nothing is known."""
+        fields = self._read()[local_rank]
+        since, saved_at = (min(max(fields[field] / 1000, 0.0), now) for field in (steps.SINCE, steps.SAVED))
+        saved = fields[steps.CHECKPOINT] - 1
+        last = _last_step(fields)
+        if reported is None and last is not None:
+            reported = Progress(last, None, now, first_step=fields[steps.FIRST] - 1, first_time=since)
+        if reported is not None and 0 <= saved < MAX_STEP and saved_at > reported.checkpoint_time:
+            return dataclasses.replace(reported, checkpoint=saved, checkpoint_time=saved_at)
+        return reported
 
     async def stop(self, ranks: Sequence[Rank], target: int, *, confirmed: bool, seconds: float) -> StepsRead:
         """Have ranks stop at a step; return when all that run wait at it, or one has passed it (``StopAtStep``)."""
@@ -81,12 +91,11 @@ class StepMemory:
         furthest = max(memory, key=lambda fields: fields[steps.PASSED], default=None)
         if furthest is None:
             return StepsRead()
-        step = furthest[steps.STEP] - 1
         return StepsRead(
             passed=max(0, min(furthest[steps.PASSED], _HIGHEST)),
-            done=max(0, min(furthest[steps.PASSED] - furthest[steps.LOOPS] + 1, _HIGHEST)),
-            step=step if 0 <= step < steps.MAX_STEP else None,
-            is_used=any(fields[steps.LOOPS] for fields in memory),
+            done=_done(furthest),
+            step=_last_step(furthest),
+            is_used=any(fields[steps.SINCE] for fields in memory),
             running=len(running),
             left=tuple(
                 rank for rank, fields in running if self._is_confirmed or fields[steps.WAITS_AT] != self._target
@@ -101,3 +110,16 @@ class StepMemory:
     def _write(self, field: int, value: int) -> None:
         for local_rank in range(self._count):
             os.pwrite(self._file.fileno(), _WORD.pack(value), local_rank * _RANK.size + field * _WORD.size)
+
+
+def _done(fields: Sequence[int]) -> int:
+    """Return how many steps a rank has done: all that it has begun if it waits at a stop point."""
+    waits = fields[steps.WAITS_AT] == fields[steps.PASSED] > 0
+    done = fields[steps.BEGUN] if waits else fields[steps.PASSED] - fields[steps.LOOPS]
+    return max(0, min(done, _HIGHEST))
+
+
+def _last_step(fields: Sequence[int]) -> int | None:
+    """Return the number of the last step that a rank has done; None if there is none, or steps have no numbers."""
+    done, first = _done(fields), fields[steps.FIRST] - 1
+    return first + done - 1 if done and 0 <= first <= MAX_STEP - done else None
