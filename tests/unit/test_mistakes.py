@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from torchx.cli.main import main
+from torchx.specs import finder
 
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.backend import Capabilities
@@ -136,6 +137,15 @@ def test_a_configuration_file(
     (tmp_path / ".torchxconfig").write_text(settings)
     (tmp_path / "train.py").touch()
     assert answer in torchx("run", "-s", "monarch_local", *command.split())
+
+
+def test_a_submission_looks_at_no_component_but_its_own(
+    torchx: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TorchX checks all that it loads, and reads the metadata of all packages for each of them."""
+    monkeypatch.setattr(finder, "_load_components", None)
+    main(["run", "-s", "monarch_local", "--dryrun", "monarch.spmd", "--nproc", "3", "train.py", "--lr", "0.1"])
+    assert "'3', 'train.py', '--lr', '0.1'" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.filterwarnings("ignore:.*socket:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")

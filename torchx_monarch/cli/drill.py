@@ -133,7 +133,7 @@ class _Drill:
         component, *rest = component_words(words, LOCAL)
         dryrun: Any = runner.dryrun_component(component, rest, LOCAL, self._cfg)
         if not any(role.runs_ranks for role in dryrun.submitted.roles):
-            raise UserError(f"{component} runs no ranks here; use a component with torchrun, such as monarch.spmd")
+            raise UserError(f"{words[0]} runs no ranks here; use a component with torchrun, such as monarch.spmd")
         self._app: AppDef = dryrun.app
         _copy_workspace(self._app, base / "workspace", args.data)
         self._is_repeatable = False

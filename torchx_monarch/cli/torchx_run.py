@@ -22,6 +22,8 @@ from torchx_monarch.schedulers import command, is_ours
 _OWN = "monarch."
 """How the names of this package's components begin, as setup.cfg registers them."""
 
+_MODULE = "torchx_monarch.components"
+
 
 class CmdRun(TorchXCmdRun):  # type: ignore[misc]
     """Implement ``torchx run``."""
@@ -71,7 +73,12 @@ def component_words(typed: list[str], scheduler: str, is_run: bool = True) -> li
         component, words = config.get_config(prefix="cli", name="run", key="component") or "", typed
     if ":" in component or not (component.startswith("monarch") or is_ours(scheduler)):
         return typed
-    function = _function_of(component)
+    # TorchX finds a component by its name among all that are installed, each of which it checks; by its module it
+    # checks that one alone. Defaults of a .torchxconfig belong to the name.
+    package, _, name = component.rpartition(".")
+    is_by_name = f"{package}." != _OWN or component in config.load_sections("component")
+    found_as = component if is_by_name else f"{_MODULE}:{name}"
+    function = _function_of(found_as, component)
     if function is None or not component.startswith(_OWN):
         return typed
 
@@ -95,7 +102,7 @@ def component_words(typed: list[str], scheduler: str, is_run: bool = True) -> li
             if not given & {"lighthouse", "env"}:  # env may name another PATH
                 advice = "pip install torchft-nightly, or use --lighthouse http://HOST:PORT"
                 _exit(f"torchft_lighthouse is not on PATH: {advice}")
-    return [component, *parsed.words]
+    return [found_as, *parsed.words]
 
 
 def _require_script(path: str) -> None:
@@ -130,15 +137,19 @@ def _missing(path: str, kind: str) -> NoReturn:
     _exit(f"there is no {kind} {name} in {folder}.{did_you_mean(name, beside)}")
 
 
-def _function_of(component: str) -> Callable[..., Any] | None:
-    """Return the function of a component; None if TorchX is to report what is wrong with it."""
+def _function_of(found_as: str, component: str) -> Callable[..., Any] | None:
+    """Return the function of a component; None if TorchX is to report what is wrong with it.
+
+    Args:
+        found_as: its name, or its module and the name of its function.
+    """
     from torchx.schedulers import get_scheduler_factories
     from torchx.specs import finder
 
     if component.endswith(".py"):  # TorchX would import ``train`` and look for its function ``py``
         _exit(f"{component} is no component. To run a script: torchx run monarch.spmd --nproc 4 {component}")
     try:
-        function: Callable[..., Any] = finder.get_component(component).fn
+        function: Callable[..., Any] = finder.get_component(found_as).fn
         return function
     except finder.ComponentNotFoundException:
         from torchx_monarch.model.spelling import did_you_mean
