@@ -39,6 +39,7 @@ from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.run_request import RunRequest
+from torchx_monarch.model.world import HostRange, World
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.address import Address
@@ -141,13 +142,17 @@ def test_answers_are_shared_by_all_who_ask_within_a_second(tmp_path: Path, monke
         # That of the watch for hangs, which is also saved, is always made, and then the answer to clients.
         saved = await hosts.collect_shared(TakeStacks(None, "while ranks hang"), WITHIN, afresh=True)
         assert saved is not first and await hosts.collect_shared(TakeStacks(None), WITHIN) is saved
-        await hosts.collect_shared(TakeStacks(1), WITHIN)
+        hosts.world = World(0, 0, 0, (HostRange(0, 3, 8),), "", 0, False, "")
+        found = await hosts.collect_shared(TakeStacks(8), WITHIN, [8])  # its host alone is asked
+        assert found.by_replica == {1: []} and not found.missing
+        found = await hosts.collect_shared(TakeStacks(24), WITHIN, [24])  # there is no such rank, as each host says
+        assert [*found.by_replica] == [0, 1, 2]
         rendezvous.members.form(rendezvous.members.able)  # the ranks of another attempt
         monkeypatch.setattr(hosts_module, "_SHARED_FOR", 0.0)
         await hosts.collect_shared(TakeStacks(None), WITHIN)
         await asyncio.sleep(0.01)
         await hosts.collect_shared(TakeStacks(None), WITHIN)
-        assert [len(replica.asked) for replica in replicas] == [5, 5, 5]
+        assert [len(replica.asked) for replica in replicas] == [5, 6, 5]
 
     run(tmp_path, scenario)
 

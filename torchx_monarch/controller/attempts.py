@@ -143,6 +143,7 @@ class Attempts:
         if self.current.number > 0:
             await self.checkpoints.restore(world)
         self.current.begin()
+        self._hosts.world = world
         launched = await self._hosts.ask(LaunchRanks(world), self._spec.host_timeout)
         self.current.report_start(self._reporter, "ranks", world, hosts, launched)
         self._preflight.report_differences(hosts, {replica: answer.facts for replica, answer in launched.items()})

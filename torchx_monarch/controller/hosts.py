@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Any, Generic
 
 from torchx_monarch.controller.elastic import NodeRange, listed
@@ -28,6 +28,7 @@ from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.world import World
 from torchx_monarch.transport import messages
 
 _STOP_MARGIN = 60.0
@@ -53,6 +54,7 @@ class JobHosts:
 
     Attributes:
         sizes: the number of hosts on which the job runs.
+        world: the ranks of the last attempt; None before, and if it has commands.
         report_timeout: seconds to wait for a host's own report after it has refused a request. Over a network, the loss
             of a machine is noticed only after ``peer_timeout`` seconds of silence.
     """
@@ -61,6 +63,7 @@ class JobHosts:
         self.rendezvous = rendezvous
         self.spec = rendezvous.network.options
         self.sizes = sizes
+        self.world: World | None = None
         self.members = rendezvous.members
         self.events = rendezvous.events
         self.reporter = reporter
@@ -122,11 +125,18 @@ class JobHosts:
             raise HostError("the hosts are not together")
         return list((await self.ask(request)).values())
 
-    async def collect(self, request: Request[AnswerT], timeout: float) -> tuple[dict[int, AnswerT], dict[int, str]]:
-        """Send a request to every host; return the answers, and why a host has not answered, by replica."""
+    async def collect(
+        self, request: Request[AnswerT], timeout: float, ranks: Collection[int] = ()
+    ) -> tuple[dict[int, AnswerT], dict[int, str]]:
+        """Send a request to every host, or to those of some global ranks if all of these exist.
+
+        Returns: the answers, and why a host has not answered, by replica.
+        """
+        world = self.world if self.world is not None and all(0 <= rank < self.world.size for rank in ranks) else None
+        replicas = sorted({world.replica_of(rank) for rank in ranks}) if world is not None else ()
         answers: dict[int, AnswerT] = {}
         missing: dict[int, str] = {}
-        with self.call(request, timeout) as call:
+        with self.call(request, timeout, replicas) as call:
             async for replica, answer in call:
                 if isinstance(answer, HostError):
                     missing[replica] = answer.reason if isinstance(answer, HostRefused) else str(answer)
@@ -134,8 +144,10 @@ class JobHosts:
                     answers[replica] = answer
         return answers, missing
 
-    async def collect_shared(self, request: Request[AnswerT], timeout: float, afresh: bool = False) -> Answers[AnswerT]:
-        """Send a query to every host, at most once a second: who asks meanwhile gets the same answers.
+    async def collect_shared(
+        self, request: Request[AnswerT], timeout: float, ranks: Collection[int] = (), afresh: bool = False
+    ) -> Answers[AnswerT]:
+        """Send a query as ``collect`` does, at most once a second: who asks meanwhile gets the same answers.
 
         Args:
             afresh: whether to send it in any case; others then get these answers.
@@ -143,7 +155,7 @@ class JobHosts:
         loop, key = asyncio.get_running_loop(), (request, self.members.formation)
 
         async def ask() -> Answers[AnswerT]:
-            return Answers(*await self.collect(request, timeout))
+            return Answers(*await self.collect(request, timeout, ranks))
 
         def forget(done: asyncio.Task[Answers[Any]]) -> None:
             if self._shared.get(key) is done:

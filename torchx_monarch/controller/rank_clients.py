@@ -31,7 +31,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -61,7 +61,7 @@ class HostQueries:
         rank = peer.greeting.get("rank")
         if rank is not None and type(rank) is not int:
             raise RendezvousError(f"rank={rank!r:.20} is no number")
-        answers = await self._collect(TakeStacks(rank))
+        answers = await self._collect(TakeStacks(rank), [] if rank is None else [rank])
         if not answers.encoded:
             for shared in shared_stacks(itertools.chain(*answers.by_replica.values())):
                 answers.encoded.append(messages.encode({"type": "stacks", "stacks": [shared]}))
@@ -93,13 +93,13 @@ class HostQueries:
             )
         await _send(peer, answers)
 
-    async def _collect(self, request: Request[AnswerT]) -> Answers[AnswerT]:
+    async def _collect(self, request: Request[AnswerT], ranks: Collection[int] = ()) -> Answers[AnswerT]:
         self._check_ranks()
-        return await self._hosts.collect_shared(request, _TIMEOUT)
+        return await self._hosts.collect_shared(request, _TIMEOUT, ranks)
 
     async def _profile(self, request: ProfileRanks, peer: Peer) -> None:
         self._check_ranks()
-        profiles, missing = await self._hosts.collect(request, request.seconds + _PY_SPY_TIMEOUT)
+        profiles, missing = await self._hosts.collect(request, request.seconds + _PY_SPY_TIMEOUT, request.ranks)
         encoded = [messages.encode({"type": "profile", "profile": found}) for found in profiles.values()]
         await _send(peer, Answers(profiles, missing, encoded))
 
