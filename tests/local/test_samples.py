@@ -86,7 +86,8 @@ def test_a_host_reads_proc_once_and_not_on_its_event_loop(tmp_path: Path) -> Non
         samples = asyncio.run(main())
         assert [path for path, on_loop in opened if on_loop or "/task/" in path] == []
         assert [path for path, _ in opened].count("/proc/1/stat") == 1
-        assert [sample.state for sample in samples.ranks] == ["running", "running"]
+        states = [sample.state for sample in samples.ranks]
+        assert len(states) == 2 and {*states} <= {"running", "uninterruptible"}  # as while a slow disk has "sleep"
     finally:
         is_over = True
 
