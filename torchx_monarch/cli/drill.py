@@ -39,7 +39,7 @@ from torchx_monarch.schedulers.monarch import scheduler_of
 from torchx_monarch.schedulers.recorded_apps import LOCAL
 from torchx_monarch.system.termination import termination
 
-_DEFAULT = "rank,host,save,load,disk,term"
+_DEFAULT = ",".join(fault for fault in FAULTS if fault != "damage")
 
 _RESTARTS = 3
 """Restarts of ranks, or of hosts, that a run with a fault may have."""
@@ -117,6 +117,8 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         for found in row["differences"]:
             print(f"\n{row['fault']}: {found['text']}\n  {found['meaning']}")
+        if row["left"]:
+            print(f"\n{row['fault']}: only this run has left {', '.join(row['left'][:3])}")
 
 
 class _Drill:
@@ -136,7 +138,7 @@ class _Drill:
             raise UserError(f"{words[0]} runs no ranks here; use a component with torchrun, such as monarch.spmd")
         self._app: AppDef = dryrun.app
         _copy_workspace(self._app, base / "workspace", args.data)
-        self._is_repeatable = False
+        self._least, self._is_repeatable = 0, False
 
     def undisturbed(self) -> Record:
         """Run the program without a fault; raise CommandError if it fails, or has nothing that can be compared."""
@@ -149,6 +151,7 @@ class _Drill:
         if not found.results and not any(progress.digest for progress in found.final.values()):
             advice = "name what the program writes at its end (--compare PATH), or call progress(step, digest=…) in it"
             raise CommandError(f"there is nothing to compare: {advice}", exit_codes.USAGE)
+        self._least = max(1, max(found.written.values(), default=0) // 2)
         return found
 
     def row(self, fault: str, plain: Record) -> dict[str, Any]:
@@ -169,7 +172,7 @@ class _Drill:
         if any(difference.kind in ("end", "some", "result") for difference in differences) and not self._is_repeatable:
             if changing := differ(plain, self._run("", Moment(), math.inf)):
                 reason = f"two undisturbed runs differ ({changing[0].text}), so nothing can be said of the others"
-                raise CommandError(f"{reason}: give the program a seed", exit_codes.USAGE)
+                raise CommandError(f"{reason}: seed the program, or compare what is always equal", exit_codes.USAGE)
             self._is_repeatable = True
         return {
             "fault": fault,
@@ -198,7 +201,7 @@ class _Drill:
         handle = self._runner.schedule(dryrun)
         say(f"{fault or 'undisturbed'}: {handle}")
         try:
-            found = Run(self._apps, handle, folder).watch(fault, moment, timeout)
+            found = Run(self._apps, handle, folder, self._least).watch(fault, moment, timeout)
         except BaseException:
             self._runner.cancel(handle)
             raise

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One run of a drill: observe the steps of a job and the files of its folder, and let one thing fail meanwhile.
 
-A program may save in any way, so only its files tell when. Of those that it has written below its folder, the ones with
-at least half the size of the largest count as checkpoints, so that logs do not. A save has ended when one of them has
-changed and then stays as it is.
+A program may save in any way, so only its files tell when. Those that it has written below its folder count as
+checkpoints if they have at least half the size of the largest one of the undisturbed run, so that logs do not. A save
+has ended when such a file has changed and then stays as it is.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Moment:
     Attributes:
         step: the step after which it comes; None for a program that reports no steps.
         seconds: how long after the start of the ranks it comes in such a program.
-        saves: how many checkpoints there must be by then.
+        saves: how many checkpoints must have been written, and left behind by all ranks.
         load: seconds after a restart at which the ranks load.
-        victim: the place of the rank or host among all, 0 to 1.
+        victim: the place of the rank or host among all, from 0 to less than 1.
     """
 
     step: int | None = None
@@ -89,7 +89,7 @@ class Record:
         struck: the step in which the fault came; None if it did not.
         expected: the step of the newest checkpoint then that all ranks had left behind, or less; None for none.
         back: seconds from the fault to the first step that is new; None if there was none.
-        written: the files that the job has written and left.
+        written: the files that the job has written and left, with their sizes.
         results: digests of the files to compare, by path.
     """
 
@@ -107,7 +107,7 @@ class Record:
     struck_at: float = 0.0
     expected: int | None = None
     back: float | None = None
-    written: list[str] = dataclasses.field(default_factory=list)
+    written: dict[str, int] = dataclasses.field(default_factory=dict)
     results: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -142,13 +142,14 @@ class Run:
 
     Args:
         folder: the working folder of the job, which nothing else uses.
+        least: bytes of a file that counts as a checkpoint.
     """
 
-    def __init__(self, apps: Apps[Any], handle: str, folder: Path) -> None:
+    def __init__(self, apps: Apps[Any], handle: str, folder: Path, least: int) -> None:
         self.record = Record(handle)
         self._apps, self._app_id = apps, str(parse_app_handle(handle)[2])
         self._paths = state_files.app_paths(self._app_id)
-        self._folder = folder
+        self._folder, self._least = folder, least
         self._files = self._before = self._read_files()
         self._progress: dict[Path, tuple[Key, Progress]] = {}
         self._changing: tuple[float, tuple[int, int]] | None = None
@@ -176,7 +177,7 @@ class Run:
             record.state, record.reason = found[1].state, record.reason or one_line(found[1].message, 300)
         record.ended = time.time()
         record.restarts = sum(event["kind"] in ("rank_restart", "restart") for event in self._events())
-        record.written = sorted(path for path, file in self._files.items() if self._before.get(path) != file)
+        record.written = self._written()
         return record
 
     # -- what is observed ----------------------------------------------------------------------------------------------
@@ -219,14 +220,16 @@ class Run:
                     found[os.path.relpath(path, self._folder)] = status.st_size, status.st_mtime, status.st_ino
         return found
 
-    def _checkpoints(self) -> list[str]:
-        """Return the paths of what counts as checkpoints."""
-        sizes = {path: file[0] for path, file in self._files.items() if self._before.get(path) != file}
-        return [path for path, size in sizes.items() if 2 * size >= max(sizes.values())]
+    def _written(self) -> dict[str, int]:
+        """Return the sizes of the files that the job has written, by path."""
+        return {path: file[0] for path, file in self._files.items() if self._before.get(path) != file}
 
-    def _newest(self) -> str:
-        self._files = self._read_files()
-        return max(self._checkpoints(), key=lambda path: self._files[path][1])
+    def _checkpoints(self) -> list[str]:
+        return [path for path, size in self._written().items() if size >= self._least]
+
+    def _saves(self) -> list[int]:
+        """Return the steps of the checkpoints that all ranks have left behind."""
+        return [first for first, last in self.record.saves if last < self._step or self._step < 0]
 
     def _events(self) -> list[events.Event]:
         return events.read_detailed(self._paths.events, below=self._paths.trusted)
@@ -248,48 +251,44 @@ class Run:
         record = self.record
         while not self._is_due(moment):
             yield
-        ranks, saves = self._ranks(), list(record.saves)
+        ranks, saves = self._ranks(), self._saves()
         if fault in ("rank", "load"):
-            processes.kill([_chosen(ranks, moment.victim)])
+            processes.kill(_one_of(ranks, moment.victim))
         elif fault in ("host", "term"):
             number = signal.SIGTERM if fault == "term" else signal.SIGKILL
-            processes.kill([_chosen(self._hosts(), moment.victim)], number)
+            processes.kill(_one_of(self._hosts(), moment.victim), number)
         elif fault == "damage":
             processes.kill(ranks, signal.SIGSTOP)  # none of them saves or loads what is about to be damaged
-            newest = self._newest()
-            os.truncate(self._folder / newest, self._files[newest][0] // 2)
+            self._files = self._read_files()
+            for path in sorted(self._checkpoints(), key=lambda path: self._files[path][1])[-1:]:
+                os.truncate(self._folder / path, self._files[path][0] // 2)
             processes.kill(ranks)
             saves = []  # there may be no other one
         else:
-            half = max(1, self._files[self._newest()][0] // 2)
-            limits = _limit_files(dict.fromkeys(ranks, half))
-            while not (is_torn := self._has_written(half)) and self._ranks() == ranks:
+            limits = _limit_files(dict.fromkeys(ranks, self._least))
+            while not (is_torn := self._least in self._written().values()) and self._ranks() == ranks:
                 yield
             processes.kill(ranks if fault == "save" and is_torn else ())
         record.struck, record.struck_at = self._step, time.time()
-        record.expected = max((first for first, last in saves if last < self._step), default=None)
+        record.expected = max(saves, default=None)
         if fault == "load":
             while self._ranks() == ranks:
                 yield
             restarted = time.time()
             while time.time() < restarted + moment.load:
                 yield
-            processes.kill([_chosen(self._ranks(), 1 - moment.victim)])
+            processes.kill(_one_of(self._ranks(), moment.victim))
         elif fault == "disk":
             while time.time() < record.struck_at + _FULL:
                 yield
             _limit_files(limits)
 
     def _is_due(self, moment: Moment) -> bool:
-        if len(self.record.saves) < moment.saves:
+        if len(self._saves()) < moment.saves:
             return False
         if moment.step is not None:
             return self._step >= moment.step
         return time.time() >= self.record.started + moment.seconds
-
-    def _has_written(self, size: int) -> bool:
-        """Return whether the job has written a file of just this size."""
-        return any(file[0] == size and self._before.get(path) != file for path, file in self._files.items())
 
 
 def _limit_files(limits: Mapping[int, int]) -> dict[int, int]:
@@ -306,5 +305,6 @@ def _limit_files(limits: Mapping[int, int]) -> dict[int, int]:
     return before
 
 
-def _chosen(pids: Sequence[int], victim: float) -> int:
-    return pids[min(len(pids) - 1, int(victim * len(pids)))]
+def _one_of(pids: Sequence[int], victim: float) -> Sequence[int]:
+    place = int(victim * len(pids))
+    return pids[place : place + 1]
