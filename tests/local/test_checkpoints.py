@@ -86,6 +86,7 @@ def test_ranks_that_are_killed_lose_one_step_at_most(folder: Path, kills: tuple[
     done = training.finish()
     resumed = [event["step"] for event in training.hosts.events() if event["kind"] == "resumed"]
     assert resumed == steps or len(kills) == 1 and resumed[0] in steps
+    assert [event["bytes"] for event in training.hosts.events() if event["kind"] == "checkpoint_memory"]
     memory = re.search(r"/\S*tm-memory-[^/]*", " ".join(done))
     assert memory and memory[0].startswith("/dev/shm/") and not os.path.exists(memory[0])
 

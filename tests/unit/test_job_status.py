@@ -215,8 +215,10 @@ def test_a_restart_is_shown_with_the_failure_before_it(
 def test_spare_and_excluded_hosts() -> None:
     told = event("excluded", "n2 is excluded after 3 failures within 1 h, the last: rank 8 exited", host="n2")
     spares = event("spares", "spare: host 2 (n3, pid 7), ...", role="train", hosts=["n3", "n4"])
-    shown = render(status_of(snapshot(), [*STARTED, spares, told]), NOW)
-    assert "  spares       n3, n4\n  excluded     n2 is excluded after 3" in shown
+    memory = event("checkpoint_memory", "...", role="train", bytes=3 << 29)
+    shown = render(status_of(snapshot(), [*STARTED, spares, memory, told]), NOW)
+    assert "  checkpoints  1.50 GiB of the memory of each host\n" in shown
+    assert "  spares       n3, n4\n" in shown and "\n  excluded     n2 is excluded after 3" in shown
 
 
 def test_an_ended_job() -> None:
@@ -281,6 +283,7 @@ def test_fields_of_a_wrong_type_are_ignored(tmp_path: Path) -> None:
         event("hosts", count=digits),
         event("ranks", count=[1]),
         event("spares", hosts=7),
+        event("checkpoint_memory", bytes="much"),
         event("hang", reason=1),
     ]
     (path := tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in written))

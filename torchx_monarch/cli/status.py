@@ -177,6 +177,8 @@ def facts(status: JobStatus, now: float | None = None, *, on_page: bool = False)
     ]
     found += [("replicas", line) for line in _replicas(status.replicas or ())]
     found += [("hosts", shape_of(status, " (world size {})")), ("spares", one_line(", ".join(status.spares)))]
+    if status.checkpoint_bytes is not None:
+        found.append(("checkpoints", f"{status.checkpoint_bytes / (1 << 30):.2f} GiB of the memory of each host"))
     found += [("excluded", exclusion.message) for exclusion in status.excluded]
     found += [("last failure", _with_time(failure, since)), ("hang", _with_time(status.hang, since))]
     found += [("silent", status.silent.message)] if status.silent is not None else []

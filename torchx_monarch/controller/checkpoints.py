@@ -65,6 +65,7 @@ class Checkpoints:
         self._reporter = hosts.reporter
         self._changed = asyncio.Event()
         self._persisted = -1
+        self._recorded = 0
         self._last_persist = time.monotonic()
         self._persisting: tuple[tuple[int, int], asyncio.Task[None]] | None = None
         self._members.on_checkpoints = self._changed.set
@@ -96,10 +97,20 @@ class Checkpoints:
             with contextlib.suppress(HostError):  # the loss of a host is an event
                 kept = whole[0].key
                 await self._keep(whole[0], (*keep, *self._in_use()))
+                self._record_memory()
             # Hosts may have had later ones already, and not these any more.
             due = next((checkpoint for checkpoint in self._whole() if checkpoint.key in keep), None)
             if due and not self._in_use() and time.monotonic() > self._last_persist + due.first.persist_every:
                 self._persisting = due.key, asyncio.ensure_future(self._persist(due))
+
+    def _record_memory(self) -> None:
+        """Report how much memory checkpoints take of a host, if it is a tenth more than at the last time."""
+        members = filter(None, map(self._members.in_attempt, self._members.attempt))
+        reports = [member.checkpoints for member in members if member.checkpoints is not None]
+        size = max(sum(part.size for part in report.parts) for report in reports)
+        if size > 1.1 * self._recorded:
+            self._recorded = size
+            self._reporter.record("checkpoint_memory", f"checkpoints take {size} bytes of a host's memory", bytes=size)
 
     def _in_use(self) -> list[tuple[int, int]]:
         """Return the checkpoint that is being copied to where its ranks have said, if one is."""

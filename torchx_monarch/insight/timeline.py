@@ -152,6 +152,7 @@ class RoleView:
         hosts: the number of hosts of the last attempt.
         ranks: the number of ranks that were started last.
         spares: the names of the spare hosts that are ready.
+        checkpoint_bytes: the memory that checkpoints take of a host, of that where they take most.
         failure: the last failure of ranks, or before a restart.
         hang: the hang that the ranks are in, or were in when they were stopped.
         breakpoints: where ranks wait for a debugger, by rank.
@@ -166,6 +167,7 @@ class RoleView:
     hosts: int | None = None
     ranks: int | None = None
     spares: Sequence[str] = ()
+    checkpoint_bytes: int | None = None
     failure: Moment | None = None
     hang: Moment | None = None
     breakpoints: dict[int | None, Moment] = dataclasses.field(default_factory=dict)
@@ -422,6 +424,9 @@ class _RoleReader:
         elif kind == "spares":
             names = event.get("hosts")
             view.spares = [one_line(str(name)) for name in names] if isinstance(names, list) else []
+        elif kind == "checkpoint_memory":
+            size = event.get("bytes")
+            view.checkpoint_bytes = size if isinstance(size, int) else None
         elif kind == "breakpoint":
             view.breakpoints[event.get("rank")] = _cause(event)
         elif kind == "breakpoint_end":

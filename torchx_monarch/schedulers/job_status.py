@@ -110,6 +110,7 @@ class JobStatus:
     replicas: Sequence[ReplicaState] | None = None
     hosts: int | None = None
     spares: Sequence[str] = ()
+    checkpoint_bytes: int | None = None
     excluded: Sequence[Moment] = ()
     ranks: int | None = None
     last_failure: Moment | None = None
@@ -220,6 +221,9 @@ def build(
         ],
         hosts=_hosts(app, timeline),
         spares=() if status.state.is_terminal else [name for role in timeline.roles for name in role.spares],
+        checkpoint_bytes=max(
+            (role.checkpoint_bytes for role in timeline.roles if role.checkpoint_bytes and ended is None), default=None
+        ),
         excluded=[moment for moment in timeline.moments if moment.kind == "excluded"],
         ranks=_ranks(app, timeline, commands),
         last_failure=max((role.failure for role in timeline.roles if role.failure), key=lambda m: m.time, default=None),

@@ -180,6 +180,7 @@ def remove_run_dir(paths: state_files.SupervisorPaths, run_dir: str) -> None:
     """Remove a folder that ``make_run_dir`` has returned; leave any other folder alone."""
     if run_dir == paths.run or os.path.basename(run_dir).startswith(run_dirs.RUN_PREFIX):
         run_dirs.remove_tree(run_dir)
+    run_dirs.remove_left_memory()  # of hosts that were killed
 
 
 def describe_full_disk(paths: state_files.SupervisorPaths) -> str:
