@@ -124,9 +124,7 @@ class Checkpoints:
             part = checkpoint.parts.get(before)
             source = self._source(checkpoint, part) if part is not None and before != replica else None
             keeping.append(self._hosts.ask(KeepCheckpoints(whole, source), replicas=[replica]))
-        for answers in await asyncio.gather(*keeping):
-            for replica, parts in answers.items():
-                self._members.set_checkpoints(replica, parts)
+        await asyncio.gather(*keeping)
 
     def _source(self, checkpoint: _Checkpoint, part: CheckpointPart, is_needed: bool = True) -> PartSource:
         """Return where the hosts fetch a part, first from the host that has written it."""

@@ -297,8 +297,11 @@ class RestoreCheckpoint(Request[str]):
 
 
 @dataclasses.dataclass(frozen=True)
-class KeepCheckpoints(Request[CheckpointParts]):
-    """Keep whole checkpoints, by their steps and attempts, remove earlier ones, and fetch a copy of a part."""
+class KeepCheckpoints(Request[None]):
+    """Keep whole checkpoints, by their steps and attempts, remove earlier ones, and fetch a copy of a part.
+
+    The host reports what it has then: an answer, for which others are waited for, would be older than later reports.
+    """
 
     whole: tuple[tuple[int, ...], ...]
     copy: PartSource | None

@@ -223,7 +223,7 @@ class HostCheckpoints:
 
     # -- what replica 0 asks for ---------------------------------------------------------------------------------------
 
-    async def keep(self, request: KeepCheckpoints) -> CheckpointParts:
+    async def keep(self, request: KeepCheckpoints) -> None:
         self._whole = {*request.whole}
         async with self._changing:
             await self._drop_all_but({*self._whole, *(key[:2] for key in self._newer())})
@@ -241,7 +241,7 @@ class HostCheckpoints:
                 self._say(f"no copy of the checkpoints of host {part.replica}: {error}")
             finally:
                 self._fetching.discard(path)
-        return self._listed()
+        await self._report(self._listed())
 
     def _newer(self) -> list[tuple[int, ...]]:
         newest = max(self._whole, default=(-1, -1), key=lambda checkpoint: checkpoint[::-1])
