@@ -63,11 +63,11 @@ def options_page() -> str:
     for title, (kind, base) in _OPTIONS.items():
         known = {name for name, _ in run_options(base)} if base else set()
         rows = [
-            (f"`{name}`", "required" if option.is_required else _value(option.default), _text(option.help))
+            (f"`{name}`{', required' if option.is_required else ''}", _meaning(option.help, option.default))
             for name, option in run_options(kind)
             if name not in known
         ]
-        parts += [f"## {title}", _table(("option", "default", "meaning"), rows)]
+        parts += [f"## {title}", _table(_OPTION, rows)]
     return _page(parts)
 
 
@@ -156,7 +156,7 @@ def commands_page() -> str:
     ]
     for name in names:
         own = [row for row in rows[name] if row not in shared]
-        others = [row[0] for row in rows[name] if row in shared]
+        others = [re.sub(r"(--\w+) \w+`", r"\1`", row[0]) for row in rows[name] if row in shared]
         parts += [f"## torchx monarch {name}", f"{_text(names[name])[:1].upper()}{_text(names[name])[1:]}."]
         parts += [f"    {_EXAMPLES[name]}"]
         parts += [_table(_HEAD, own)] if own else []

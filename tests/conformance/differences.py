@@ -88,7 +88,7 @@ class Difference(Enum):
         "has effect",
         "has none where torch is preloaded, and rank 0 says so. `OMP_NUM_THREADS`, `MKL_NUM_THREADS`, "
         "`OPENBLAS_NUM_THREADS`, the processors that the script chooses, `TORCH_LOGS` and "
-        "`TORCH_DISTRIBUTED_DEBUG` have effect in any case. Set others by `--env`, or use `-cfg preload=none`",
+        "`TORCH_DISTRIBUTED_DEBUG` have effect in any case. Set others by `--env`",
         "torch has been imported ahead",
     )
 
