@@ -45,8 +45,10 @@ from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRa
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_messages import (
     BeginRun,
+    CheckpointParts,
     Launched,
     LaunchRanks,
+    ListCheckpoints,
     OpenStore,
     Request,
     RunBegun,
@@ -128,6 +130,8 @@ class SimulatedHost:
             case WatchRanks():
                 await self.ended.wait()
                 return [self._exit(0, None)]
+            case ListCheckpoints():
+                return CheckpointParts((), "")
             case StopRanks():
                 return [self._exit(-request.signal, time.time())]
         raise BenchError(f"no simulated host answers {request}")
