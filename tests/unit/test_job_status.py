@@ -23,7 +23,7 @@ from torchx_monarch.cli import jobs, ls
 from torchx_monarch.cli import status as status_command
 from torchx_monarch.cli.status import facts, only_roles, render, show_when
 from torchx_monarch.insight import events
-from torchx_monarch.insight.rank_sample import NO_SAMPLES
+from torchx_monarch.insight.rank_sample import NO_SAMPLES, RankSample, RankSamples
 from torchx_monarch.insight.timeline import Moment
 from torchx_monarch.insight.timeline import build as build_timeline
 from torchx_monarch.model.host_result import HostResult
@@ -459,3 +459,12 @@ def test_the_ranks_of_one_role_are_asked_while_another_one_starts(
     reader = jobs.JobReader(scheduler, HANDLE, "train-x7", "trainer", "", 1.0)
     reader._with_ranks(jobs.JobFacts(snapshot(), status, build_timeline([], [], end=NOW)), 0.0)
     assert ask_samples.call_count == asked
+
+
+def test_rates_stay_while_replica_0_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (
+        RankSamples((RankSample(at, 0, 0, 0, "node0", 9, 0, "running", 1.0, at, 1 << 20),)) for at in (98.0, 100.0)
+    )
+    monkeypatch.setattr(jobs, "ask_samples", Mock(side_effect=[(first, {}), (second, {}), (second, {})]))
+    reader = jobs.JobReader(Mock(), HANDLE, "train-x7", "trainer", "", 1.0)
+    assert [reader._ask_ranks(Mock(), 0.0)[0][0].cpu for _ in range(3)] == [None, 1.0, 1.0]
