@@ -96,6 +96,17 @@ if not ends:
 """
 """Ends at once where ``Place.tell("go")`` was called before; otherwise waits to be lost or ended."""
 
+_STEPS = """
+import torchx_monarch
+ends = told("go")
+print("attempt", attempt, "rank", rank, flush=True)
+if not ends:
+    for step in torchx_monarch.steps(range(1_000_000)):
+        time.sleep(0.001 * (1 + int(rank)))
+    print("saved at", step, flush=True)
+"""
+"""Saves at the step at which all ranks stop."""
+
 _READS = """
 def read_data():
     while not told("go"):
@@ -316,7 +327,8 @@ class Contract(Groups):
     @pytest.mark.scenario("preemption")
     @pytest.mark.parametrize("policy", [RetryPolicy.APPLICATION, RetryPolicy.REPLICA])
     def test_a_preempted_job_goes_on(self, place: Place, policy: RetryPolicy) -> None:
-        role = place.torchrun(_program(place, _SAVES + _WAITS), max_retries=1, retry_policy=policy)
+        saves = _STEPS if policy is RetryPolicy.REPLICA else _SAVES + _WAITS
+        role = place.torchrun(_program(place, saves), max_retries=1, retry_policy=policy)
         handle = place.run(role, grace=place.long_grace)
         place.until(lambda: place.log(handle).count("attempt 0") == 4, "the first attempt", handle)
         place.tell("go")
@@ -327,7 +339,9 @@ class Contract(Groups):
         assert status.num_restarts <= (1 if policy is RetryPolicy.APPLICATION else 2)
         # All ranks had the grace period, and all have begun again.
         lost = 0 if place.keeps_preempted_logs else 2
-        assert (log.count("saved"), log.count("attempt ")) == (4 - lost, 8 - lost), log
+        saved = re.findall(r"saved (?:at )?(\d+)", log)
+        assert (len(saved), log.count("attempt ")) == (4 - lost, 8 - lost), log
+        assert policy is RetryPolicy.APPLICATION or len(set(saved)) == 1, log
         assert "preempted" in log or not place.names_preemptions, log
 
     @pytest.mark.scenario("cancel while pending")

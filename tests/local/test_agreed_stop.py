@@ -20,6 +20,7 @@ from tests.local.hosts import NO_PRELOAD, Hosts, torchrun
 from tests.waits import WITHIN, until
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.status import render
+from torchx_monarch.insight import events
 
 #: Ranks of unequal speed; each begins a step only when all have begun the one before, as if they reduced gradients.
 TRAIN = """
@@ -33,7 +34,7 @@ for step in tm.steps(range(start, 1_000_000)):
     while not all(os.path.exists(f"{folder}/{attempt}.{step}.{other}") for other in range(world)):
         time.sleep(0.001)
     if step == start + 5:
-        print("running", flush=True)
+        print("running pid", os.getpid(), flush=True)
 if rank == 0:
     open(saved, "w").write(str(step + 1))
 print(f"saved {rank} {step} {tm.time_left() is not None}", flush=True)
@@ -61,9 +62,12 @@ def saved_at(text: str, ranks: int) -> int:
     return found[0]
 
 
-@pytest.mark.parametrize("stopped", [[0], [1], [0, 1]], ids=str)
-def test_a_signal_to_some_hosts_or_all(folder: Path, train: list[str], stopped: list[int]) -> None:
+@pytest.mark.parametrize(("stopped", "also_ranks"), [([0], False), ([1], False), ([0, 1], False), ([0, 1], True)])
+def test_a_signal_to_some_hosts_or_all(folder: Path, train: list[str], stopped: list[int], also_ranks: bool) -> None:
+    """Slurm sends it to all processes of a job that it takes away."""
     hosts = running(Hosts(folder, torchrun(*train, nnodes=2), replicas=2, options=NO_PRELOAD).start(), 4)
+    for pid in hosts.rank_pids() if also_ranks else ():
+        os.kill(pid, signal.SIGTERM)
     for replica in stopped:
         hosts.processes[replica].terminate()
     assert hosts.wait() == [143, 143]
@@ -113,6 +117,26 @@ def test_a_rank_that_fails_to_save(folder: Path, script: Callable[[str], str]) -
     hosts.processes[0].terminate()
     assert hosts.wait() == [143]
     assert "; not saved: rank 0 (" in hosts.err().splitlines()[-1] and "no space" in hosts.err().splitlines()[-1]
+
+
+def test_ranks_in_a_loop_end_at_once_when_another_has_failed(folder: Path, script: Callable[[str], str]) -> None:
+    """Also one that waits in a call, where Python handles no signal: nobody waits for the end of the grace period."""
+    path = script("""
+        import torchx_monarch as tm
+        for step in tm.steps(range(10)):
+            if rank == 1:
+                print("running", flush=True)
+                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+                time.sleep(100000)
+            while not os.path.exists(sys.argv[0] + ".go"):
+                time.sleep(0.001)
+            sys.exit(3)
+    """)
+    hosts = running(Hosts(folder, torchrun(path), options=("--grace", "100000", "--preload", "")).start(), 1)
+    Path(f"{path}.go").touch()
+    assert hosts.wait() == [3]
+    ended = next(event for event in events.read_detailed(folder / "events.jsonl") if event["kind"] == "attempt_end")
+    assert {rank["rank"]: rank["code"] for rank in ended["exits"]} == {0: 3, 1: -signal.SIGTERM}
 
 
 def test_a_job_whose_steps_are_done_has_succeeded(folder: Path, script: Callable[[str], str]) -> None:

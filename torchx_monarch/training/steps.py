@@ -24,8 +24,11 @@ A wait ends with the rank at the latest: the host ends ranks that are left after
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sized
 from typing import Generic, TypeVar, cast
@@ -38,11 +41,12 @@ VARIABLE = "MONARCH_STEPS"
 FIELDS = 16
 """Words of 8 bytes of a rank."""
 
-MAGIC, END, TARGET, CONFIRMED, PASSED, WAITS_AT, LOOPS, BEGUN, FIRST, SINCE, CHECKPOINT, SAVED = range(12)
+MAGIC, END, TARGET, CONFIRMED, PASSED, WAITS_AT, LOOPS, BEGUN, FIRST, SINCE, CHECKPOINT, SAVED, IGNORES = range(13)
 """The fields. The host writes the first four: ``KEY``, the known end or 0, the target, and the target that is confirmed
 or 0. The rank writes how many stop points it has passed; the target at which it waits; how many loops and steps it has
 begun; the number of its first step, plus 1, or ``UNNUMBERED``; when it began its first loop; the step of its last
-checkpoint, plus 1, and when that was complete. Times are milliseconds since the epoch; 0 stands for none."""
+checkpoint, plus 1, and when that was complete; 1 if it ignores SIGTERM. Times are milliseconds since the epoch; 0
+stands for none."""
 
 UNNUMBERED = -1
 """``FIRST`` where the steps have no numbers in a row: loops over other things than ranges, or over the same again."""
@@ -75,6 +79,7 @@ class Steps(Generic[T]):
             yield from self._iterable
             return
         memory[SINCE] = memory[SINCE] or int(time.time() * 1000)
+        memory[IGNORES] = _ignores_sigterm()
         self.stopped = _stops(memory)
         if self.stopped:
             return
@@ -129,6 +134,24 @@ def _first(iterable: object, memory: memoryview[int]) -> int:
         return UNNUMBERED
     first = memory[FIRST] if memory[LOOPS] else iterable.start + 1
     return first if first + memory[BEGUN] == iterable.start + 1 else UNNUMBERED
+
+
+def _ignores_sigterm() -> bool:
+    """Have this process ignore SIGTERM unless the program handles it; return whether it does.
+
+    Slurm sends SIGTERM to all processes of a job that it takes away, and ranks are to save first. The host ends ranks
+    by SIGKILL instead. ``SIG_IGN`` would count for the programs that this one starts.
+    """
+    own = threading.current_thread() is threading.main_thread()
+    if own and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, functools.partial(_ignore, os.getpid()))
+    return isinstance(handler := signal.getsignal(signal.SIGTERM), functools.partial) and handler.func is _ignore
+
+
+def _ignore(rank: int, number: int, frame: object) -> None:
+    if os.getpid() != rank:  # a process that it has forked ends, as by the default
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def _stops(memory: memoryview[int]) -> bool:

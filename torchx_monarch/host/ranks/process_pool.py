@@ -179,7 +179,11 @@ class ProcessPool:
         await self._write_evidence(due(), number)
         for rank in due():
             rank.signal = number
-            rank.kill(number)
+            rank.kill(signal.SIGKILL if number == signal.SIGTERM and self._ignores_sigterm(rank) else number)
+
+    def _ignores_sigterm(self, rank: Rank) -> bool:
+        """Return whether a rank ignores SIGTERM until its host tells it to end (``training.steps``)."""
+        return False
 
     async def _write_evidence(self, ranks: Sequence[Rank], number: int) -> None:
         """Write what explains where processes are, before they get a signal."""
@@ -207,6 +211,9 @@ class ProcessPool:
 
     def _exit_of(self, rank: Rank, error: dict[str, Any] | None = None) -> RankExit:
         assert rank.returncode is not None
+        code = rank.returncode
+        if code == -signal.SIGKILL and rank.signal == signal.SIGTERM and self._ignores_sigterm(rank):
+            code = -signal.SIGTERM  # as by SIGTERM, in place of which it has got SIGKILL
         last_line = b""
         if error is None and rank.returncode > 0:
             last_line = rank.stderr.last_line or rank.stdout.last_line
@@ -217,7 +224,7 @@ class ProcessPool:
             replica=self._replica,
             hostname=self._hostname,
             pid=rank.pid,
-            code=rank.returncode,
+            code=code,
             time=rank.ended_at,
             stopped_at=rank.stopped_at,
             stderr_path=str(rank.directory / "stderr.log") if rank.directory else "",

@@ -152,6 +152,9 @@ class RankPool(ProcessPool):
     def uses_steps(self) -> bool:
         return self._steps is not None and self._steps.is_used
 
+    def _ignores_sigterm(self, rank: Rank) -> bool:
+        return self._steps is not None and self._steps.ignores_sigterm(rank.local_rank)
+
     async def stop_at_step(self, target: int, *, confirmed: bool, seconds: float) -> StepsRead:
         """Have the ranks come to an agreed stop: ``StopAtStep``."""
         if self._steps is None:

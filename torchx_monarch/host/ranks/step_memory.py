@@ -57,6 +57,10 @@ class StepMemory:
         """Whether a rank has begun a loop of ``steps``."""
         return any(fields[steps.SINCE] for fields in self._read())
 
+    def ignores_sigterm(self, local_rank: int) -> bool:
+        """Whether a rank ignores SIGTERM, so that it must be ended by SIGKILL."""
+        return self._read()[local_rank][steps.IGNORES] == 1
+
     def progress(self, local_rank: int, reported: Progress | None, now: float) -> Progress | None:
         """Return what a rank has reported by itself, with what its loops tell; None if nothing is known."""
         fields = self._read()[local_rank]
