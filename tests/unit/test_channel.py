@@ -118,6 +118,7 @@ class Job:
             host = await RendezvousClient.join(self.network, HOST, WITHIN)
             self.rendezvous.members.form(self.rendezvous.members.able)
             yield host
+            host._channel.close()
 
     async def handle(self, request: Request[Any]) -> Any:
         assert isinstance(request, ReadOutput)
