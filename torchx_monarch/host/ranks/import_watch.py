@@ -20,6 +20,7 @@ import functools
 import gc
 import io
 import os
+import pathlib
 import random
 import re
 import signal
@@ -130,10 +131,13 @@ class ImportWatch:
         with contextlib.ExitStack() as stack:
             for owner, name, what in _EFFECTS:
                 self._replace(stack, owner, name, functools.partial(self._see_effect, what))
-            for owner in (builtins, io, os):
+            # Python 3.10's paths keep functions of their own, which are those of the import of pathlib.
+            of_paths = [vars(pathlib)["_normal_accessor"]] if sys.version_info < (3, 11) else []
+            for owner in (builtins, io, os, *of_paths):
                 self._replace(stack, owner, "open", self._see_open)
-            for kind, name in (("stat", "stat"), ("listing", "listdir"), ("listing", "scandir")):
-                self._replace(stack, os, name, functools.partial(self._see_path, kind))
+            for owner in (os, *of_paths):
+                for kind, name in (("stat", "stat"), ("listing", "listdir"), ("listing", "scandir")):
+                    self._replace(stack, owner, name, functools.partial(self._see_path, kind))
             self._replace(stack, os, "getpid", self._see_process_id)
             for name in ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"):
                 self._replace(stack, time, name, self._see_time)
