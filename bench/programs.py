@@ -5,11 +5,13 @@ Needs transformers, lightning, accelerate and scikit-learn. Each program trains 
 and then marks the time. Measured are, in seconds, medians with the least and the greatest, and ratios of medians:
 
 - ``launch``: the whole command, ``torchx run -s monarch_local --wait`` and ``torchrun``
+- ``processor``: the processor time of a host and its ranks, and of ``torchrun`` and its ranks
 - ``restart``: from just before a rank kills itself to the mark of the last rank of the next attempt
 - ``again``: from ``SPMDJob.run_spmd`` on a live allocation, whose hosts have run the program before, or from the start
   of ``torchrun``, to the mark of the last rank
 
-The variants alternate.
+The variants alternate. ``--clone MODULE=FOLDER`` measures the import of an entry file as published: that of
+``torchtitan.train`` in a clone of torchtitan, for one.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -113,6 +116,14 @@ def train():
 """,
 }
 
+CLONE = """
+import os, signal, sys, time
+import torch
+import {module}
+def train():
+    torch.distributed.init_process_group("gloo")
+"""
+
 MINE = """
 import torch
 from sklearn.datasets import load_digits
@@ -146,8 +157,11 @@ class Bench:
     def __init__(self, folder: str, program: str, nproc: int) -> None:
         self._folder = folder
         self._nproc = nproc
-        self._path = f"{folder}/train_{program}.py"
-        Path(self._path).write_text(PROGRAMS[program] + END)
+        name, _, clone = program.partition("=")
+        self._path = f"{folder}/train_{name}.py"
+        Path(self._path).write_text((CLONE.format(module=name) if clone else PROGRAMS[name]) + END)
+        for path in Path(clone).iterdir() if clone else ():
+            Path(folder, path.name).symlink_to(path.absolute())
         Path(f"{folder}/mine").mkdir(exist_ok=True)
         Path(f"{folder}/mine/__init__.py").touch()
         Path(f"{folder}/mine/data.py").write_text(MINE)
@@ -158,7 +172,7 @@ class Bench:
         torchrun = [*python, "-m", "torch.distributed.run"]
         restarts, launch = ["--max-restarts", "1"], ["--nproc", str(self._nproc), "--", self._path, self._folder, "x"]
         seconds: dict[str, dict[str, list[float]]] = {
-            what: {"torchrun": [], "ours": []} for what in ("launch", "restart", "again")
+            what: {"torchrun": [], "ours": []} for what in ("launch", "processor", "restart", "again")
         }
         with serve(["torchrun", *words, "again"], "monarch_local", idle_timeout=3600) as job:
             job.wait_ready(warm=True)
@@ -171,6 +185,8 @@ class Bench:
                 end = [*restarts, *words, "restart"]
                 seconds["launch"]["torchrun"].append(self._command([*torchrun, *words, "x"]))
                 seconds["launch"]["ours"].append(self._command([*SCHEDULER, *launch]))
+                seconds["processor"]["torchrun"].append(self._processor([*torchrun, *words, "x"]))
+                seconds["processor"]["ours"].append(self._processor([*python, *HOST, *words, "x"]))
                 seconds["restart"]["torchrun"].append(self._restart([*torchrun, *end]))
                 seconds["restart"]["ours"].append(self._restart([*python, *HOST, *end]))
                 run = self._until_trained(lambda: self._command([*torchrun, *words, "x"]))
@@ -185,6 +201,12 @@ class Bench:
         if done.returncode:
             raise RuntimeError(f"{command} exited with {done.returncode}:\n{done.stdout}{done.stderr}")
         return time.monotonic() - began
+
+    def _processor(self, command: list[str]) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        self._command(command)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     def _restart(self, command: list[str]) -> float:
         end = self._last_mark(lambda: self._command(command))
@@ -204,14 +226,15 @@ class Bench:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("programs", nargs="*", metavar="PROGRAM", default=[*PROGRAMS], help=", ".join(PROGRAMS))
+    parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=f"{', '.join(PROGRAMS)} (default: all)")
+    parser.add_argument("--clone", nargs="+", default=[], metavar="MODULE=FOLDER", help="a module of a clone")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each variant (default: 5)")
     parser.add_argument("--nproc", type=int, nargs="+", default=[2, 4], help="ranks (default: 2 4)")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     args = parser.parse_args()
     everything = []
     print(f"{os.cpu_count()} CPUs; seconds\n{'program':>10} {'ranks':>5} {'':>8} {'torchrun':>22} {'ours':>22}")
-    for program in args.programs:
+    for program in [*args.programs, *args.clone] or PROGRAMS:
         for nproc in args.nproc:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 os.environ["MONARCH_STATE_DIR"] = f"{folder}/state"
@@ -219,7 +242,7 @@ def main() -> None:
             for what, times in seconds.items():
                 ratio = statistics.median(times["ours"]) / statistics.median(times["torchrun"])
                 cells = f"{spread(times['torchrun']):>22} {spread(times['ours']):>22} {ratio:6.3f}x"
-                print(f"{program:>10} {nproc:>5} {what:>8} {cells}", flush=True)
+                print(f"{program.partition('=')[0]:>10} {nproc:>5} {what:>8} {cells}", flush=True)
             everything.append({"program": program, "nproc": nproc, "seconds": seconds})
     if args.json:
         args.json.write_text(json.dumps(everything, indent=1))
