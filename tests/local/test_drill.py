@@ -94,6 +94,23 @@ if len(sys.argv) > 2:
         file.write(digest)
 '''
 
+_IN_MEMORY = """
+import json, os, time
+
+import torchx_monarch as tm
+
+rank, state = int(os.environ["RANK"]), {"step": 0, "weight": 1.0}
+if folder := tm.last_checkpoint(persist="checkpoints"):
+    state = json.loads((folder / f"{rank}.json").read_text())
+for step in tm.steps(range(state["step"], 60)):
+    time.sleep(0.02)
+    state = {"step": step + 1, "weight": 0.9 * state["weight"] + step, "padding": "x" * 4000}
+    if step % 5 == 4:
+        with tm.checkpoint(step, persist="checkpoints") as folder:
+            (folder / f"{rank}.json").write_text(json.dumps(state))
+    tm.progress(step, 60, digest=repr(state["weight"]))
+"""
+
 _PLANTED = {
     "scheduler": ("rank", "result"),
     "optimizer": ("rank", "result"),
@@ -122,10 +139,12 @@ def work(tmp_path: Path, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch) 
     return tmp_path / "work"
 
 
-def drill(folder: Path, *words: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
-    (folder / "train.py").write_text(_PROGRAM)
+def drill(
+    folder: Path, *words: str, options: tuple[str, ...] = (), program: str = _PROGRAM, shape: str = "1x2"
+) -> dict[str, Any]:
+    (folder / "train.py").write_text(program)
     command = ("monarch", "drill", "--json", "-cfg", "preload=none,grace=2", *options, "--")
-    done = torchx(*command, "monarch.spmd", "-j", "1x2", "train.py", *words, cwd=folder, check=False)
+    done = torchx(*command, "monarch.spmd", "-j", shape, "train.py", *words, cwd=folder, check=False)
     assert done.stdout, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert done.returncode == (0 if found["survived"] else 1)
@@ -161,4 +180,11 @@ def test_a_sound_program_survives(seed: int, work: Path) -> None:
     options = ("--faults", ",".join(faults), "--seed", str(seed), "--compare", "final_0", "--compare", "final_1")
     found = drill(work, "nothing", "final", options=options)
     assert [row["differences"] for row in found["faults"]] == [[] for _ in faults]
+    assert all(row["redone"] <= 12 and row["back"] > 0 for row in found["faults"])
+
+
+@pytest.mark.nightly("7 jobs; checkpoints in memory have tests of their own")
+def test_checkpoints_in_memory_survive(work: Path) -> None:
+    found = drill(work, program=_IN_MEMORY, shape="2x1")  # a host alone loses its memory with its end
+    assert [row["differences"] for row in found["faults"]] == [[] for _ in ALL[:-1]]
     assert all(row["redone"] <= 12 and row["back"] > 0 for row in found["faults"])

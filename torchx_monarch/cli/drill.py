@@ -112,13 +112,11 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
         back = "" if row["back"] is None else f"{row['back']:.1f} s"
         steps = ["" if row[name] is None else str(row[name]) for name in ("step", "redone")]
         verdict = ", ".join(sorted({difference["kind"] for difference in row["differences"]})) or "survived, equal"
-        shown.append([row["fault"], *steps, back, f"{row['seconds']:.1f} s", verdict])
-    print_table(["FAULT", "STEP", "REDONE", "BACK AFTER", "TOOK", "RESULT"], shown)
+        shown.append([row["fault"], *steps, back, f"{row['seconds']:.1f} s", str(len(row["left"])), verdict])
+    print_table(["FAULT", "STEP", "REDONE", "BACK AFTER", "TOOK", "FILES LEFT", "RESULT"], shown)
     for row in rows:
         for found in row["differences"]:
             print(f"\n{row['fault']}: {found['text']}\n  {found['meaning']}")
-        if row["left"]:
-            print(f"\n{row['fault']}: only this run has left {', '.join(row['left'][:3])}")
 
 
 class _Drill:
@@ -161,10 +159,12 @@ class _Drill:
         first, last = (min((getattr(p, name) for p in steps), default=0) for name in ("first_step", "step"))
         begun = min((progress.first_time for progress in steps), default=plain.started)
         part, load, victim = draw.uniform(0.4, 0.8), draw.uniform(0, begun - plain.started), draw.random()
-        for earlier in (part, part / 2):
+        saves = [save for save in plain.saves if save[1] < last or not steps]
+        found = plain
+        for earlier in (part, part / 2) if len(saves) >= needed else ():
             step = round(first + earlier * (last - first)) if steps else None
-            saves = max(needed, min(1, len(plain.saves)))
-            moment = Moment(step, earlier * (plain.ended - plain.started), saves, load, victim)
+            least = max(needed, min(1, len(saves)))
+            moment = Moment(step, earlier * (plain.ended - plain.started), least, load, victim)
             found = self._run(fault, moment, 60 + 5 * plain.seconds)
             if found.struck is not None and (found.restarts or fault == "disk"):
                 break

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One run of a drill: observe the steps of a job and the files of its folder, and let one thing fail meanwhile.
 
-A program may save in any way, so only its files tell when. Those that it has written below its folder count as
-checkpoints if they have at least half the size of the largest one of the undisturbed run, so that logs do not. A save
-has ended when such a file has changed and then stays as it is.
+If all ranks report their last checkpoint (``progress(checkpoint=…)``, ``checkpoint(…)``), that tells when a program
+saves; else its files do. Those that it has written below its folder count as checkpoints if they have at least half the
+size of the largest one of the undisturbed run, so that logs do not. A save has ended when such a file has changed and
+then stays as it is.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class Record:
         attempts: for each rank and attempt the last report, in their order.
         reports: the last report of each rank in each step, of those that were seen.
         restarts: how often ranks were started again.
-        saves: the last steps of the rank furthest behind, and of that furthest ahead, when a checkpoint was written.
+        saves: when a checkpoint was written, the last steps of the rank furthest behind, and of that furthest ahead; or
+            the step of the checkpoint before, and of this one, as ranks report them.
         struck: the step in which the fault came; None if it did not.
         expected: the step of the newest checkpoint then that all ranks had left behind, or less; None for none.
         back: seconds from the fault to the first step that is new; None if there was none.
@@ -154,6 +156,8 @@ class Run:
         self._progress: dict[Path, tuple[Key, Progress]] = {}
         self._changing: tuple[float, tuple[int, int]] | None = None
         """When a checkpoint has last changed, and the steps in which it began to; None once that has been quiet."""
+        self._reported = -1
+        """The last checkpoint of which all ranks have reported."""
 
     def watch(self, fault: str, moment: Moment, timeout: float) -> Record:
         """Observe the job until its end, and let a fault come, unless it is empty.
@@ -203,7 +207,15 @@ class Run:
             if last and all(rank.first_time > record.struck_at and rank.step > record.struck for rank in last):
                 record.back = now - record.struck_at
         self._files = self._read_files()
-        if changed := [self._files[path][1] for path in self._checkpoints() if self._files[path] != before.get(path)]:
+        reported = min(
+            (-1 if rank.checkpoint is None else rank.checkpoint for rank in record.final.values()), default=-1
+        )
+        if reported > self._reported:
+            record.saves = [*(record.saves if self._reported >= 0 else ()), (self._reported, reported)]
+            self._reported = reported
+        elif self._reported >= 0:
+            return
+        elif changed := [self._files[path][1] for path in self._checkpoints() if self._files[path] != before.get(path)]:
             known = [attempt for attempt in [*earlier, *record.attempts] if attempt[1].time <= max(changed)]
             steps = [progress.step for progress in dict(known).values()] or [-1]
             self._changing = now, self._changing[1] if self._changing else (min(steps), max(steps))
@@ -258,6 +270,8 @@ class Run:
             number = signal.SIGTERM if fault == "term" else signal.SIGKILL
             processes.kill(_one_of(self._hosts(), moment.victim), number)
         elif fault == "damage":
+            while not self._checkpoints():
+                yield
             processes.kill(ranks, signal.SIGSTOP)  # none of them saves or loads what is about to be damaged
             self._files = self._read_files()
             for path in sorted(self._checkpoints(), key=lambda path: self._files[path][1])[-1:]:
