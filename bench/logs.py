@@ -6,6 +6,9 @@ order of its rank. Reported are lines per second, from the launcher's start to i
 
 ``--long MB`` instead has one rank print so much as a single line without end, and the same bytes in short lines, and
 reports the CPU time and the largest memory of the host process for both.
+
+``--follow MB`` has four ranks of a job of monarch_local print so much together, while ``torchx monarch logs -f`` reads
+it, and reports the CPU time of that, how long after the job it ends, and how much the job keeps on the disk.
 """
 
 from __future__ import annotations
@@ -149,13 +152,46 @@ def long_line(megabytes: int, rounds: int) -> None:
     sys.exit(1 if ratio > GOAL else 0)
 
 
+def follow(megabytes: int) -> None:
+    """Measure a reader that follows four ranks, and print."""
+    torchx = os.path.join(os.path.dirname(sys.executable), "torchx")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MONARCH_STATE_DIR"] = folder
+        program = Path(folder, "program.py")
+        program.write_text(BYTES)
+        words = ["-s", "monarch_local", "-cfg", "preload=none", "monarch.spmd", "--nproc", "4", str(program)]
+        submitted = time.monotonic()
+        subprocess.run([torchx, "run", *words, str(megabytes // 4), "\\n"], stdout=subprocess.DEVNULL, check=True)
+        reader = subprocess.Popen([torchx, "monarch", "logs", "-f", "last"], stdout=subprocess.PIPE)
+        waiter = subprocess.Popen([torchx, "monarch", "wait", "last"], stdout=subprocess.DEVNULL)
+        assert reader.stdout is not None
+        size, ended = 0, 0.0
+        while piece := os.read(reader.stdout.fileno(), 1 << 20):
+            size += len(piece)
+            ended = ended or (time.monotonic() if waiter.poll() is not None else 0.0)
+        done = time.monotonic()
+        _, status, usage = os.wait4(reader.pid, 0)
+        ended = ended or done
+        if waiter.wait() or status or size < megabytes << 20:
+            raise SystemExit(
+                f"{size} bytes were read, and the commands have ended with {status} and {waiter.returncode}"
+            )
+        kept = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+        cpu, share = usage.ru_utime + usage.ru_stime, kept / (megabytes << 20)
+        print(f"the job: {ended - submitted:.1f} s; the reader ends {done - ended:.1f} s later", end="")
+        print(f", {cpu:.1f} s of CPU; on disk {share:.3f} of what is printed")
+
+
 def main() -> None:
     """Measure and print; exits with 1 when a line of ours was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", type=int, default=1_000_000, help="lines of each rank (default: 1000000)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each variant (default: 3)")
     parser.add_argument("--long", type=int, metavar="MB", help="measure one long line of so many MB instead")
+    parser.add_argument("--follow", type=int, metavar="MB", help="measure a reader of so many MB instead")
     args = parser.parse_args()
+    if args.follow:
+        return follow(args.follow)
     if args.long:
         long_line(args.long, args.rounds)
     rates: dict[str, list[float]] = {variant: [] for variant in COMMANDS}

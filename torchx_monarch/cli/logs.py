@@ -6,13 +6,12 @@ from __future__ import annotations
 import argparse
 import functools
 import heapq
-import queue
+import math
 import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Generic, TypeVar
 
 from torchx_monarch.backends.core.errors import UserError
@@ -44,6 +43,9 @@ PATIENCE = 0.5
 
 _HELD = 1000
 """Lines of one log that are read ahead."""
+
+_PAUSE = 0.001
+"""Seconds between two looks of a thread whether there is room for more."""
 
 _STATES = 1000
 """Lines beside those that ``-n`` asks for that are read of each log: the states of progress bars become one line."""
@@ -82,7 +84,8 @@ def run(args: argparse.Namespace) -> None:
         logs = open_logs(_tail(open_logs, counted, args), follow := args.follow and not status.state.is_terminal)
         printer = _Printer(app, args.timestamps, args.json)
         tail = _Tail(printer.show, args.tail, began)
-        for line in printer.parsed(LogMerge(logs, follow, on_idle=tail.show_all), args.rank):
+        merged = LogMerge(logs, follow, on_idle=tail.show_all, on_wait=sys.stdout.buffer.flush)
+        for line in printer.parsed(merged, args.rank):
             tail.add(line)
         tail.show_all()
     if args.rank is not None and not printer.has_chosen:
@@ -239,16 +242,15 @@ class _Printer:
             place = {"time": time or None, "role": role, "replica": replica, "rank": parsed.rank}
             print_record({**place, "text": parsed.text.rstrip("\n")})
             return
-        shown = replace(parsed, time=time if self._timestamps else 0.0)
+        shown = parsed._replace(time=time) if self._timestamps else parsed
         if source in self._unfinished:
             shown = LogLine(parsed.text)
         elif self._several_roles or (self._several and parsed.rank is None):
-            shown = replace(shown, prefix=f"{one_line(role)}/{replica} {parsed.prefix}")
+            shown = shown._replace(prefix=f"{one_line(role)}/{replica} {parsed.prefix}")
         (self._unfinished.discard if parsed.text.endswith("\n") else self._unfinished.add)(source)
         text = shown.on_terminal(self._is_coloured) if self._is_terminal else shown.plain()
         placed = self._output.place(source, text.encode(errors="surrogateescape"))
         sys.stdout.buffer.write(placed)
-        sys.stdout.buffer.flush()
 
 
 class LogMerge(Generic[K]):
@@ -260,33 +262,46 @@ class LogMerge(Generic[K]):
         logs: the lines of each log, in order. A line without a time (0) comes directly after the one before it.
         follow: whether the logs are still written, so that their next lines are not waited for long.
         on_idle: called when all lines so far were yielded, and no more have come for a while.
+        on_wait: called before lines are waited for.
     """
 
     def __init__(
-        self, logs: Mapping[K, Iterable[TimedLine]], follow: bool, on_idle: Callable[[], None] = lambda: None
+        self,
+        logs: Mapping[K, Iterable[TimedLine]],
+        follow: bool,
+        on_idle: Callable[[], None] = lambda: None,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._keys = list(logs)
         self._follow = follow
-        self._on_idle = on_idle
-        self._held: list[deque[TimedLine]] = [deque() for _ in self._keys]
+        self._on_idle, self._on_wait = on_idle, on_wait
+        # What the threads have read, and at the end of a log None, or why it cannot be read.
+        self._held: list[deque[TimedLine | Exception | None]] = [deque() for _ in self._keys]
+        self._has_come = threading.Event()  # the first line of a log of which none was held
         self._open = set(range(len(self._keys)))
         self._latest = [0.0] * len(self._keys)
-        self._queue: queue.SimpleQueue[tuple[int, TimedLine | Exception | None]] = queue.SimpleQueue()
-        self._room = [threading.Semaphore(_HELD) for _ in self._keys]
         self._heap: list[tuple[float, int]] = []
-        # Open logs of which no line is held, with the time since when, in that order.
+        # Open logs of which no line was held, with the time since when, in that order.
         self._silent = dict.fromkeys(self._open, time.monotonic())
         for index, lines in enumerate(logs.values()):
             threading.Thread(target=self._read, args=(index, lines), name="log", daemon=True).start()
 
     def _read(self, index: int, lines: Iterable[TimedLine]) -> None:
+        held, failure = self._held[index], None
         try:
             for line in lines:
-                self._room[index].acquire()
-                self._queue.put((index, line))
-            self._queue.put((index, None))
+                while len(held) >= _HELD:
+                    time.sleep(_PAUSE)
+                self._put(index, line)
         except Exception as error:
-            self._queue.put((index, error))
+            failure = error
+        self._put(index, failure)
+
+    def _put(self, index: int, item: TimedLine | Exception | None) -> None:
+        held = self._held[index]
+        held.append(item)
+        if len(held) == 1:
+            self._has_come.set()
 
     def __iter__(self) -> Iterator[tuple[K, TimedLine]]:
         """Yield each line with its log's key."""
@@ -298,42 +313,44 @@ class LogMerge(Generic[K]):
             else:
                 self._on_idle()
 
-    def _timeout(self) -> float | None:
-        """Return for how many seconds to wait for a silent log; None for as long as it takes."""
+    def _timeout(self) -> float:
+        """Return for how many seconds to wait for a silent log."""
         if not self._follow:
-            return None
+            return math.inf
         if not self._heap:
             return PATIENCE
         last = next(reversed(self._silent.values()))
         return max(0.0, last + PATIENCE - time.monotonic())
 
-    def _take(self, timeout: float | None) -> bool:
-        """Take what a thread has read; return False if none has read anything in time."""
-        try:
-            index, line = self._queue.get(timeout=timeout) if timeout != 0.0 else self._queue.get_nowait()
-        except queue.Empty:
-            return False
-        if isinstance(line, Exception):
-            raise line
-        if line is None:
-            self._open.discard(index)
-            self._silent.pop(index, None)
-            return True
-        self._latest[index] = max(self._latest[index], line.time)
-        if not self._held[index]:
-            self._silent.pop(index, None)
-            heapq.heappush(self._heap, (self._latest[index], index))
-        self._held[index].append(line._replace(time=self._latest[index]))
+    def _take(self, timeout: float) -> bool:
+        """Notice what has come of silent logs; return False if nothing has in time."""
+        end = time.monotonic() + timeout
+        while not self._has_come.is_set():
+            if (left := end - time.monotonic()) <= 0.0:
+                return False
+            self._on_wait()
+            self._has_come.wait(min(left, threading.TIMEOUT_MAX))
+        self._has_come.clear()
+        for index in [index for index in self._silent if self._held[index]]:
+            self._next(index)
         return True
 
-    def _pop(self) -> tuple[K, TimedLine]:
-        _, index = self._heap[0]
-        line = self._held[index].popleft()
-        self._room[index].release()
-        if self._held[index]:
-            heapq.heapreplace(self._heap, (self._held[index][0].time, index))
+    def _next(self, index: int) -> None:
+        """Enter the next line of a log in the order of time, or its end."""
+        self._silent.pop(index, None)
+        if not (held := self._held[index]):
+            self._silent[index] = time.monotonic()
+        elif isinstance(first := held[0], Exception):
+            raise first
+        elif first is None:
+            self._open.discard(index)
         else:
-            heapq.heappop(self._heap)
-            if index in self._open:
-                self._silent[index] = time.monotonic()
-        return self._keys[index], line
+            self._latest[index] = max(self._latest[index], first.time)
+            heapq.heappush(self._heap, (self._latest[index], index))
+
+    def _pop(self) -> tuple[K, TimedLine]:
+        latest, index = heapq.heappop(self._heap)
+        line = self._held[index].popleft()
+        assert isinstance(line, TimedLine)
+        self._next(index)
+        return self._keys[index], line if line.time == latest else line._replace(time=latest)

@@ -15,8 +15,7 @@ import datetime
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from torchx_monarch.system.line_output import CONTINUED
 
@@ -47,8 +46,7 @@ def paint(text: str, code: int) -> str:
     return f"\x1b[{code}m{text}\x1b[0m"
 
 
-@dataclass(frozen=True)
-class LogLine:
+class LogLine(NamedTuple):
     """One line of a log.
 
     Attributes:
@@ -126,9 +124,12 @@ class LastStates:
 
     def feed(self, piece: str, time: float = 0.0) -> Iterator[tuple[float, LogLine]]:
         """Take a line, or a piece of a bar; yield the lines that it completes, with the times of their last pieces."""
+        if self._unfinished is None and not self._bars and "\r" not in piece and piece.endswith("\n"):  # nearly always
+            yield time, self._parse(piece)
+            return
         if self._unfinished is not None:
             begun = self._unfinished[1]
-            line = replace(begun, text=begun.text + piece)
+            line = begun._replace(text=begun.text + piece)
         else:
             line = self._parse(piece)
         self._unfinished = None
@@ -136,14 +137,14 @@ class LastStates:
         state = last_state(line.text)
         if not piece.endswith("\n"):
             mark = _CONTINUED if goes_on else ""
-            self._unfinished = time, replace(line, text=f"{mark}\r{state}") if is_bar else line
+            self._unfinished = time, line._replace(text=f"{mark}\r{state}") if is_bar else line
             return
         bar = self._bars.pop(line.rank, None)
         is_same_bar = bar is not None and goes_on
         if bar is not None and not (is_same_bar and is_bar):
             yield bar
         if is_bar and state.strip():
-            self._bars[line.rank] = time, replace(line, text=state)
+            self._bars[line.rank] = time, line._replace(text=state)
         elif not is_bar and not (is_same_bar and line.text == f"{_CONTINUED}\n"):
             yield time, line
 
