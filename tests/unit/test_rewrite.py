@@ -549,7 +549,7 @@ def test_overrides_of_a_role_become_its_fields() -> None:
         ("accelerate launch --num_processes 16 --mixed_precision bf16 train.py --lr 1", "-j 2x8 train.py --lr 1"),
         ("env A=1 accelerate launch --config_file a.yaml -m pkg.train --n 3", "-j 2xRANKS -m pkg.train --n 3"),
         ("deepspeed --num_gpus=8 train.py --deepspeed_config ds.json", "-j 2x8 train.py --deepspeed_config ds.json"),
-        ("composer -n 4 train.py", "-j 2x4 train.py"),
+        ("composer -n 4 train.py -m 3", "-j 2x4 train.py -m 3"),
         ("fabric run --devices 4 train.py", "-j 2x4 train.py"),
         ("lightning run model --devices 4 train.py", "-j 2x4 train.py"),
     ],

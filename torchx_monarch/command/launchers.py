@@ -40,11 +40,9 @@ def launcher(words: Sequence[str], replicas: int = 0) -> tuple[str, str] | None:
     verb, count = _LAUNCHERS.get(os.path.basename(words[0]), (None, ""))
     if verb is None or (verb and verb not in words[1:2]) or any(map(_HOST_NUMBER.match, words)):
         return None
-    start = next((index for index, word in enumerate(words) if word in ("-m", "--module")), None)
-    program = [] if start is None else ["-m", *words[start + 1 :]]
-    if start is None:
-        start = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
-        program = list(words[start:]) or ["PROGRAM"]
+    flags = ("-m", "--module")
+    start = next((index for index, word in enumerate(words) if word in flags or word.endswith(".py")), len(words))
+    program = ["-m" if word in flags and not index else word for index, word in enumerate(words[start:])] or ["PROGRAM"]
     given = re.search(rf"(?:^|\s)--?(?:{count})[ =](\d+)(?=\s|$)", " ".join(words[:start]))
     ranks = int(given[1]) if given else 0
     if words[0].endswith("accelerate") and replicas and ranks % replicas == 0:  # of all hosts
@@ -57,10 +55,12 @@ def launchers(role: Role) -> Iterator[tuple[str, str]]:
     """Yield what ``launcher`` finds among the commands of a role, those of a shell string included."""
     words = [role.entrypoint, *(substitute(arg)[0] for arg in role.args)]
     position = command_position(words)
-    words = words[position.start :] if position else []
-    commands = [words] if words else []
-    if words and os.path.basename(words[0]) in SHELLS and (at := shell_operand(words)[0]) < len(words):
-        commands = [[word.value for word in command.words] for command in simple_commands(words[at])]
+    if position is None:
+        return
+    commands = [words[position.start :]]
+    string = position.start + shell_operand(commands[0])[0]
+    if os.path.basename(commands[0][0]) in SHELLS and string < len(words):
+        commands = [[word.value for word in command.words] for command in simple_commands(role.args[string - 1])]
     for command in commands:
         position = command_position(command)
         if position and (found := launcher(command[position.start :], role.num_replicas)):
