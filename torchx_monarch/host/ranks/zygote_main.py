@@ -107,6 +107,8 @@ def _import(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
     if path0 is not None:
         sys.path.remove(path0)
     _renewals.append(generators.stop())
+    if not unsafe:
+        program["run_sibling_file"]("exit_functions.py")["leave_operators"]()
     gc.freeze()
     program["unsafe"] = unsafe
     return {"unsafe": unsafe, "serves_store": "torch" in sys.modules, "versions": _versions()}
