@@ -92,7 +92,6 @@ class Recording:
     seconds: float = 0
 
 
-_TRAIN = "torchx run -s monarch_local --wait --log monarch.spmd --nproc 4 examples/digits.py --epochs 8"
 _FAIL = "torchx run -s monarch_local --wait --log monarch.spmd --nproc 4 examples/digits.py --lr nan"
 
 _BREAKPOINT = """\
@@ -119,8 +118,28 @@ for step in range(600):
         print(f"step {step} loss {2.3 / (step + 1) ** 0.5:.3f}", flush=True)
 """
 
+_STUCK_RANK = """\
+import time, torch
+from torch import distributed as dist
+
+def read_shard(step):
+    time.sleep(1000 if step == 20 and dist.get_rank() == 2 else 0.01)
+
+dist.init_process_group("gloo")
+for step in range(100):
+    read_shard(step)
+    dist.all_reduce(torch.ones(64))
+"""
+
 RECORDINGS = {
-    "session": Recording((_TRAIN,), 96),
+    "hang": Recording(
+        ("torchx monarch status last", "torchx monarch stacks last"),
+        96,
+        files={"train.py": _STUCK_RANK},
+        before="torchx run -s monarch_local -cfg hang_after=3 monarch.spmd --nproc 4 train.py > handle;"
+        "until torchx monarch logs last | grep -q 'hang:'; do sleep 0.2; done",
+        after="torchx cancel $(cat handle)",
+    ),
     "failure": Recording((_FAIL,), 80, 24),
     "debug": Recording(
         ("torchx monarch logs last", "torchx monarch debug last"),
