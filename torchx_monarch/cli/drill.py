@@ -41,6 +41,9 @@ from torchx_monarch.system.termination import termination
 
 _DEFAULT = ",".join(fault for fault in FAULTS if fault != "damage")
 
+_NEEDED = {"save": 1, "disk": 1, "damage": 2}
+"""Checkpoints that a fault needs."""
+
 _RESTARTS = 3
 """Restarts of ranks, or of hosts, that a run with a fault may have."""
 
@@ -154,17 +157,8 @@ class _Drill:
 
     def row(self, fault: str, plain: Record) -> dict[str, Any]:
         """Run the program with a fault, and return what the table and JSON say of it."""
-        draw, needed = random.Random(f"{self._args.seed} {fault}"), {"save": 1, "disk": 1, "damage": 2}.get(fault, 0)
-        steps = list(plain.final.values())
-        first, last = (min((getattr(p, name) for p in steps), default=0) for name in ("first_step", "step"))
-        begun = min((progress.first_time for progress in steps), default=plain.started)
-        part, load, victim = draw.uniform(0.4, 0.8), draw.uniform(0, begun - plain.started), draw.random()
-        saves = [save for save in plain.saves if save[1] < last or not steps]
         found = plain
-        for earlier in (part, part / 2) if len(saves) >= needed else ():
-            step = round(first + earlier * (last - first)) if steps else None
-            least = max(needed, min(1, len(saves)))
-            moment = Moment(step, earlier * (plain.ended - plain.started), least, load, victim)
+        for moment in self._moments(fault, plain):
             found = self._run(fault, moment, 60 + 5 * plain.seconds)
             if found.struck is not None and (found.restarts or fault == "disk"):
                 break
@@ -177,13 +171,34 @@ class _Drill:
         return {
             "fault": fault,
             "handle": found.handle,
-            "step": found.struck if steps else None,
-            "redone": found.redone if steps else None,
+            "step": found.struck if plain.final else None,
+            "redone": found.redone if plain.final else None,
             "back": found.back,
             "seconds": found.seconds,
             "left": sorted({*found.written} - {*plain.written}),
             "differences": [{**one._asdict(), "meaning": _MEANINGS[one.kind]} for one in differences],
         }
+
+    def _moments(self, fault: str, plain: Record) -> Iterator[Moment]:
+        """Yield the moment of a fault, and an earlier one in case the program ends before it.
+
+        None is yielded for a fault that needs a checkpoint, if the program has written none before its last step.
+        """
+        draw, ranks = random.Random(f"{self._args.seed} {fault}"), plain.final.values()
+        first, last = (min((getattr(rank, name) for rank in ranks), default=0) for name in ("first_step", "step"))
+        begun = min((rank.first_time for rank in ranks), default=plain.started)
+        part, load, victim = draw.uniform(0.4, 0.8), draw.uniform(0, begun - plain.started), draw.random()
+        saves = [save for save in plain.saves if save[1] < last or not ranks]
+        if len(saves) < _NEEDED.get(fault, 0):
+            return
+        for earlier in (part, part / 2):
+            yield Moment(
+                step=round(first + earlier * (last - first)) if ranks else None,
+                seconds=earlier * (plain.ended - plain.started),
+                saves=max(_NEEDED.get(fault, 0), min(1, len(saves))),
+                load=load,
+                victim=victim,
+            )
 
     def _run(self, fault: str, moment: Moment, timeout: float) -> Record:
         """Run the program in a fresh folder, with a fault or without."""
@@ -212,7 +227,7 @@ class _Drill:
 def differ(plain: Record, found: Record, fault: str = "") -> list[Difference]:
     """Return in what a run differs from the undisturbed one."""
     if fault and (found.struck is None or not (found.restarts or fault == "disk")):
-        return [Difference("missed", "the program had ended before")]
+        return [Difference("missed", "the program ended before its moment had come")]
     if found.state is not State.SUCCEEDED:
         return [Difference("failed", f"the program did not end well: {found.state}: {found.reason}")]
     differences = [*_lost_work(plain, found)]
