@@ -65,10 +65,10 @@ class Difference(Enum):
         "Monarch would log below `/tmp`, where another user can put a link",
     )
     THIS_JOB = (
-        "`MONARCH_THIS_JOB` in a rank's environment",
+        "`MONARCH_THIS_JOB`, `MONARCH_STEPS`, `MONARCH_CHECKPOINTS` in a rank's environment",
         "not set",
-        "a socket file of the host, with which `this_job()` attaches to the job's hosts",
-        "a torchrun program can use its own hosts as a Monarch mesh",
+        "where `this_job()`, `steps` and `checkpoint` find the job's hosts",
+        "a torchrun program can use its own hosts as a Monarch mesh, stop at one step and save in their memory",
     )
     STARTUP_FILES = (
         "`sitecustomize`, `usercustomize` and `.pth` files of a rank",
