@@ -224,6 +224,8 @@ def page(timeline: Timeline) -> str:
         "ranks": timeline.spans_of("rank"),
         "ranks_left_out": 0,
         "stacks": [(HOSTILE, HOSTILE)],
+        "curves": [],
+        "live": "",
     }
     return render(values, timeline.job)
 
