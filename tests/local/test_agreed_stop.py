@@ -179,6 +179,25 @@ def test_cancel_save(apps: Detached, train: list[str]) -> None:
     assert done.stderr.endswith(f"{apps.handle(app_id)} is {said}\n") and done.returncode == 0
 
 
+def test_cancel_save_when_all_steps_are_done(apps: Detached, script: Callable[[str], str]) -> None:
+    path = script("""
+        import torchx_monarch as tm
+        list(tm.steps(range(2)))
+        print("running", flush=True)
+        while not os.path.exists(sys.argv[0] + ".go"):
+            time.sleep(0.001)
+    """)
+    command = torchrun(path)
+    app_id = apps.run(Role("r", "", entrypoint=command[0], args=command[1:]), preload="none")
+    until(lambda: "\n".join(apps.log(app_id)).count("running") == 2, "the ranks")
+    words = [sys.executable, "-m", "torchx.cli.main", "cancel", "--save", apps.handle(app_id)]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as cancel:
+        until(lambda: "the ranks end at one step" in "\n".join(apps.log(app_id)), "the request")
+        Path(f"{path}.go").touch()
+        assert f"{apps.handle(app_id)} has ended by itself: all 2 ranks ended with code 0" in cancel.communicate()[1]
+    assert apps.wait(app_id).state is AppState.SUCCEEDED
+
+
 def test_a_machine_that_shuts_down(apps: Detached, train: list[str]) -> None:
     app_id, output = run(apps, train)
     os.kill(apps.owner(app_id).supervisor.pid, signal.SIGTERM)

@@ -132,15 +132,19 @@ def _save_and_cancel(handle: str, app: AppSnapshot, runner: Runner) -> None:
     """Have the ranks of each role save, and cancel the job with how they have ended."""
     from torchx_monarch.client.connection import Target, ask
 
-    reasons = []
+    reasons, is_stopped = [], False
     try:
         for role in app.roles:
             if role.spec.runs_ranks:
                 target = Target.from_handle(handle, role.spec.name, runner=runner)
                 answer = ask(target, {"type": "stop", "save": True}, app.grace + _SAVE_EXTRA)
                 reasons.append(one_line(str(answer.get("reason"))))
+                is_stopped = is_stopped or answer.get("stopped") is True
     except (UnreachableError, RefusedError) as error:
         _exit(CommandError(f"not cancelled: {error}. To end it without saving: torchx cancel {handle}", UNAVAILABLE))
+    if reasons and not is_stopped:
+        print(f"{handle} has ended by itself: {'; '.join(reasons)}", file=sys.stderr)
+        return
     reason = "; ".join(["cancelled", *dict.fromkeys(reasons)])
     scheduler, _, app_id = parse_app_handle(handle)
     torchx_api.scheduler_of(runner, scheduler).apps.cancel(app_id, reason=reason)

@@ -9,7 +9,8 @@ other is silent for longer than the lease (``transport.lease``).
 host to replica 0          ``register`` and ``resume`` (greetings, with the protocol's version), ``answer`` and
                            the reports (``host_messages``)
 client to replica 0        ``state``, ``stop`` (greetings; the answer is ``state``, for a ``stop`` with ``save``
-                           once ranks have ended, with the ``reason``), and the kinds in ``Rendezvous.clients``
+                           once ranks have ended, with the ``reason``, and whether they were ``stopped``), and the kinds
+                           in ``Rendezvous.clients``
 replica 0 to either        ``registered`` (with its name), ``resumed``, ``refused`` (with the reason), ``state``,
                            ``request`` and ``cancel`` (``host_messages``), ``result``
 =========================  =======================================================================================
@@ -333,12 +334,13 @@ class Rendezvous:
     async def _stop(self, peer: Peer) -> None:
         saves = peer.greeting.get("save") is True
         self.events.post(StopRequested(0, _STOPPED, saves=saves))
-        reason = ""
-        if saves:
-            ended = asyncio.get_running_loop().create_future()
-            self._cancelling.append(ended)
-            reason = (await ended).reason
-        await peer.send({**self.state(), "reason": reason})
+        if not saves:
+            await peer.send(self.state())
+            return
+        ended = asyncio.get_running_loop().create_future()
+        self._cancelling.append(ended)
+        result = await ended
+        await peer.send({**self.state(), "reason": result.reason, "stopped": result.stopped})
 
     async def await_cancel(self, result: JobResult) -> None:
         """Tell clients that wait for it how the job has ended, and wait until they have cancelled it.
@@ -349,7 +351,7 @@ class Rendezvous:
             self.events.take(lambda event: True)
             for ended in self._cancelling:
                 ended.set_result(result)
-            await self.events.until_event(asyncio.sleep(_CANCELLED_WITHIN))
+            await self.events.until_event(asyncio.sleep(_CANCELLED_WITHIN if result.stopped else 0.0))
 
     def _admit(self, greeting: messages.Message) -> Registration:
         try:
