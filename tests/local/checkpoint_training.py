@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torchx_monarch as tm
+from torchx_monarch.training.checkpoint import MEMORY
 
 
 def advance(weight: int, total: int) -> int:
@@ -54,9 +55,8 @@ class Rank:
             if f"{self.attempt}:{who}:{step}:{phase}" in self.args.kill:
                 if who == self.rank:
                     os.kill(os.getpid(), signal.SIGKILL)
-                (self.args.folder / f"waits_{self.rank}").write_text(
-                    f"{os.getpid()} {os.environ.get('MONARCH_CHECKPOINTS')}"
-                )
+                (aside := self.args.folder / f"new_{self.rank}").write_text(f"{os.getpid()} {os.environ[MEMORY]}")
+                aside.rename(self.args.folder / f"waits_{self.rank}")
                 time.sleep(1000)
 
     def all_reduce(self, step: int, value: int) -> int:

@@ -129,17 +129,27 @@ def test_all_hosts_have_what_rank_0_alone_has_saved(folder: Path) -> None:
     assert begins(training.finish(only_rank_0=True))[1] in (5, 6)
 
 
-@pytest.mark.nightly(reason="the same as above, at random moments, with two hosts and four")
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.nightly(reason="the same as above, at 500 random moments, with one host, two and four")
+@pytest.mark.parametrize("seed", range(125))
 def test_kills_at_random_moments(folder: Path, seed: int) -> None:
     draw = random.Random(seed)
     hosts = draw.choice((1, 2, 4))
-    words = [
-        f"{attempt}:{draw.randrange(2 * hosts)}:{draw.randrange(1 + 2 * attempt, 3 + 2 * attempt)}:"
-        f"{draw.choice(('step', 'save', 'saved', 'left'))}"
-        for attempt in range(3)
+    phases = "step", "save", "saved", "left"
+    kills = [
+        f"{at}:{draw.randrange(2 * hosts)}:{draw.randint(2 * at, 2 * at + 1)}:{draw.choice(phases)}" for at in range(4)
     ]
-    training = Training(folder, *(word for kill in words for word in ("--kill", kill)), hosts=hosts)
+    training = Training(folder, *(word for kill in kills for word in ("--kill", kill)), hosts=hosts)
     done = training.finish()
     steps = [line for line in done if line.isdecimal()]
     assert len(steps) - len({*steps}) <= len(begins(done)) - 1
+
+
+@pytest.mark.nightly(reason="the same as with one lost host above, before, during and after its copy is made")
+@pytest.mark.parametrize("seed", range(20))
+def test_hosts_are_killed_at_random_moments(folder: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    words = ("--kill", f"0:wait:{draw.randrange(1, 9)}:left", "--kill", f"1:{draw.randrange(6)}:9:save")
+    training = Training(folder, *words, hosts=3, spares=1, options=("--spares", "1"))
+    training.memories()
+    training.hosts.lose(draw.randrange(1, 3))
+    training.finish()

@@ -68,6 +68,7 @@ class Checkpoints:
         self._recorded = 0
         self._last_persist = time.monotonic()
         self._persisting: tuple[tuple[int, int], asyncio.Task[None]] | None = None
+        self._members.forget_checkpoints()  # of the run before
         self._members.on_checkpoints = self._changed.set
 
     def _whole(self) -> list[_Checkpoint]:
@@ -87,10 +88,14 @@ class Checkpoints:
         """Copy each whole checkpoint, or the newest after a longer copy, to the next host, and now and then to disk."""
         kept: tuple[int, int] | None = None
         self._changed.set()  # the next host may be another one than in the attempt before
+        took, clock = 0.0, time.monotonic
         while True:
+            await asyncio.sleep(10 * took)  # each of thousands of hosts reports
             await self._changed.wait()
             self._changed.clear()
+            began = clock()
             whole = self._whole()
+            took = clock() - began
             if not whole or whole[0].key == kept:
                 continue
             keep = {checkpoint.key for checkpoint in whole[:_WHOLE]}

@@ -155,6 +155,10 @@ class Members:
             member.checkpoints = parts
             self.on_checkpoints()
 
+    def forget_checkpoints(self) -> None:
+        for member in self._members.values():
+            member.checkpoints = None
+
     def write(self, replica: int, data: bytes) -> bool:
         """Write to the replica's host in the attempt, but not wait until it has read; return whether there is one."""
         member = self.in_attempt(replica)

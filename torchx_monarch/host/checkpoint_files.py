@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The files of a part of a checkpoint: copy and check them, and bring them from host to host.
 
-A host that fetches a part opens a connection to the host that has it, with the greeting ``checkpoint`` and the fields
-``step``, ``attempt`` and ``replica``. The answer is one message: ``files``, with the path, the size and the checksum of
+A host that fetches a part opens a connection to the host that has it, with the greeting ``checkpoint`` and its step,
+attempt and replica as ``part``. The answer is one message: ``files``, with the path, the size and the checksum of
 each, and then they come, one after the other; ``gone``; or ``failed`` with a ``reason``.
 
 Checksums find damage: connections are authenticated, and whoever can write files of this user can do more than that.
@@ -22,7 +22,7 @@ from typing import BinaryIO
 from torchx_monarch.controller.host_messages import CheckpointPart, PartSource
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Peer
-from torchx_monarch.model.codec import decode
+from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.system import run_dirs, safe_files
 from torchx_monarch.transport import local_addresses, messages
 from torchx_monarch.transport.connections import Address, ConnectError, Listener
@@ -49,6 +49,11 @@ class PartFile:
     path: str
     size: int
     checksum: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    part: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,13 +204,12 @@ class PartExchange:
         if peer.is_client or greeting.get("type") != "checkpoint" or self._listener is None:
             return
         self._listener.mark_authenticated()
-        files = self._find((greeting.get("step", -1), greeting.get("attempt", -1), greeting.get("replica", -1)))
         try:
-            if files is None:
+            if (files := self._find(decode(_Wanted, greeting).part)) is None:
                 await peer.send({"type": "gone"})
             else:
                 await files.send(peer)
-        except (PartError, OSError) as error:
+        except (PartError, OSError, DecodeError) as error:
             await peer.send({"type": "failed", "reason": str(error)[: messages.MAX_ERROR]})
 
     async def fetch(self, source: PartSource, folder: str, *, gently: bool) -> tuple[PartFile, ...]:
@@ -229,7 +233,7 @@ class PartExchange:
         raise why
 
     async def _fetch(self, address: str, part: CheckpointPart, folder: str, gently: bool) -> tuple[PartFile, ...]:
-        greeting = {"type": "checkpoint", "step": part.step, "attempt": part.attempt, "replica": part.replica}
+        greeting = {"type": "checkpoint", "part": (part.step, part.attempt, part.replica)}
         reader, writer = await self._network.greet(Address.parse(address, "its address"), greeting)
         with contextlib.closing(writer):
             answer = await messages.receive(reader, _SILENCE) or {"reason": "it has disconnected"}

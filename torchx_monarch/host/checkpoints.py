@@ -266,7 +266,8 @@ class HostCheckpoints:
             checkpoints = {key[:2] for key in self._parts}
             chosen = [(source.part.step, source.part.attempt) for source in request.sources[:1]]
             await asyncio.to_thread(self._give, None)
-            await self._drop_all_but([key for key in checkpoints if key in chosen or key[0] < min(chosen)[0]])
+            earlier = {key for key in checkpoints if chosen and key[0] < chosen[0][0]}
+            await self._drop_all_but({*chosen, *earlier})
         if not chosen:
             return ""
         part = request.sources[0].part

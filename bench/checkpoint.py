@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a killed rank costs with checkpoints in memory, beside torchrun with torch.save on disk.
+
+``python bench/checkpoint.py [--rounds N] [--mb MB]``. Each of two ranks has MB megabytes of state. A rank kills itself
+in step 25 of 40, with a checkpoint every 10 steps of 0.2 s. ``ours`` is ``torchx_monarch.checkpoint`` on one host,
+``two hosts`` the same on two, and ``torchrun`` saves with torch.save, renames, and deletes the one before last.
+
+Printed are the medians of: the seconds from the kill to the first new step that has been done, those of loading alone,
+and the part of undisturbed training by which saving makes it longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PROGRAM = """
+import json, os, shutil, signal, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+import torchx_monarch as tm
+
+out, mb, kind = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+state, first, began = torch.zeros(mb << 18), 0, time.time()
+disk = out / "disk"
+if kind == "ours":
+    last = tm.last_checkpoint()
+else:
+    last = max(disk.glob("step_*"), key=lambda path: int(path.name[5:]), default=None)
+if last is not None:
+    saved = torch.load(last / f"rank_{rank}.pt")
+    first, state = saved["step"] + 1, saved["state"]
+loaded = time.time() - began
+saving = 0.0
+for step in range(first, 40):
+    time.sleep(0.2)
+    dist.all_reduce(torch.ones(1))
+    if attempt == 1 and step == first:
+        (out / f"again_{rank}").write_text(json.dumps({"at": time.time(), "loaded": loaded, "first": first}))
+        if last is not None:
+            break
+    began = time.time()
+    if step % 10 == 9 and kind == "ours":
+        with tm.checkpoint(step, shared=False) as folder:
+            torch.save({"step": step, "state": state}, folder / f"rank_{rank}.pt")
+    elif step % 10 == 9:
+        (part := disk / ".part").mkdir(parents=True, exist_ok=True)
+        torch.save({"step": step, "state": state}, part / f"rank_{rank}.pt")
+        with open(part / f"rank_{rank}.pt", "rb") as file:
+            os.fsync(file.fileno())
+        dist.barrier()
+        if rank == 0:
+            part.rename(disk / f"step_{step}")
+            shutil.rmtree(disk / f"step_{step - 20}", ignore_errors=True)
+        dist.barrier()
+    saving += time.time() - began
+    if step == 25 and attempt == 0 and rank == 1:
+        (out / "killed").write_text(json.dumps({"at": time.time(), "saving": saving}))
+        os.kill(os.getpid(), signal.SIGKILL)
+dist.destroy_process_group()
+"""
+
+HOST = [sys.executable, "-m", "torchx_monarch.host", "--app", "bench", "--role", "bench"]
+
+
+def once(variant: str, mb: int) -> dict[str, float]:
+    """Return the seconds of one run; ``RuntimeError`` if it did not go on after the kill."""
+    with tempfile.TemporaryDirectory(prefix="ck") as folder:
+        (program := Path(folder, "program.py")).write_text(PROGRAM)
+        hosts = 2 if variant == "two hosts" else 1
+        sizes = ["--nproc-per-node", str(2 // hosts), "--nnodes", str(hosts), "--max-restarts", "1"]
+        words = [*sizes, str(program), folder, str(mb), "disk" if variant == "torchrun" else "ours"]
+        if variant == "torchrun":
+            commands = [[sys.executable, "-m", "torch.distributed.run", "--standalone", *words]]
+        else:
+            rendezvous = ["--replicas", str(hosts), "--rendezvous", f"unix:{folder}/r.sock", "--", "torchrun"]
+            commands = [[*HOST, "--replica", str(replica), *rendezvous, *words] for replica in range(hosts)]
+        with tempfile.TemporaryFile() as log:
+            running = [subprocess.Popen(command, stdout=log, stderr=log) for command in commands]
+            codes = [process.wait(300) for process in running]
+            if any(codes) or not Path(folder, "again_0").exists():
+                log.seek(0)
+                raise RuntimeError(f"{variant}: {codes}\n{log.read().decode()}")
+        killed = json.loads(Path(folder, "killed").read_text())
+        again = [json.loads(Path(folder, f"again_{rank}").read_text()) for rank in (0, 1)]
+        return {
+            "seconds to the next step": max(rank["at"] for rank in again) - killed["at"],
+            "of which loading": max(rank["loaded"] for rank in again),
+            "steps redone": 26 - again[0]["first"],
+            "slowdown by saving, %": 100 * killed["saving"] / (26 * 0.2),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mb", type=int, default=500)
+    args = parser.parse_args()
+    results: dict[str, list[dict[str, float]]] = {"ours": [], "two hosts": [], "torchrun": []}
+    for _ in range(args.rounds):
+        for variant, found in results.items():
+            found.append(once(variant, args.mb))
+    for variant, found in results.items():
+        medians = {name: statistics.median(result[name] for result in found) for name in found[0]}
+        print(f"{variant:10}", ", ".join(f"{name} {value:.2f}" for name, value in medians.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
