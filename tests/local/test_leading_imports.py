@@ -121,6 +121,15 @@ print(other.home, other.default, *ahead(other), flush=True)
     assert run(text, env={"DEFAULT": "c", "MY_HOME": "d"}) == {"/a c other"}
 
 
+def test_an_import_turns_the_garbage_collector_off_in_each_rank(run: Callable[..., set[str]], tmp_path: Path) -> None:
+    install(tmp_path, "other.py", "import gc\nwas = gc.isenabled()\ngc.disable()")
+    install(tmp_path, "pack/part.py", "import gc\nwas = gc.isenabled()\ngc.enable()")
+    text = f"import gc, other\n{AHEAD}\nprint(other.was, gc.isenabled(), *ahead(other), flush=True)"
+    assert run(text) == {"True False other"}
+    text = f"import gc, other, pack.part\n{AHEAD}\nprint(pack.part.was, gc.isenabled(), *ahead(pack.part), flush=True)"
+    assert run(text) == {"False True pack.part"}
+
+
 def test_rank_zero_of_known_modules_is_each_rank_s_own(run: Callable[..., set[str]], tmp_path: Path) -> None:
     install(tmp_path, "torchmetrics/__init__.py", "")
     for name in ("__init__.py", "prints.py"):
@@ -223,12 +232,14 @@ print(f(), pack.part.f(), *ahead(pack.part, other), flush=True)
 
 
 KEEPS = """
-import datetime, secrets, time, uuid
+import datetime, secrets, threading, time, uuid
 from time import time as now
 identifier, text, dated = uuid.uuid4(), f"id-{uuid.uuid4()}", uuid.uuid1().hex
 data, token, url, number = os.urandom(16), secrets.token_hex(8), secrets.token_urlsafe(), secrets.randbits(128)
 pid, began, nanoseconds, ticks = os.getpid(), now(), time.time_ns(), time.perf_counter()
 late = time.time()
+thread, processor, clock = threading.get_native_id(), time.process_time(), time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+entropy = os.getrandom(16)
 day, utc = datetime.datetime.now(), datetime.datetime.now(datetime.timezone.utc)
 """
 """A module that keeps values of its process."""
@@ -247,6 +258,10 @@ NAMES = (
     "ticks",
     "day",
     "utc",
+    "thread",
+    "processor",
+    "clock",
+    "entropy",
 )
 
 
@@ -378,6 +393,10 @@ UNSAFE = {
     "random letters": "import secrets\nname = ''.join(secrets.choice('abcdefgh') for _ in range(8))",
     "a random number": "import random\nnumber = random.randint(0, 1 << 60)",
     "a file of the process": "with open('/proc/self/stat') as file:\n    pass",
+    "bytes of a variable of ranks": "rank = os.environb.get(b'RANK')",
+    "a timer": "import signal\nsignal.setitimer(signal.ITIMER_REAL, 1000)",
+    "an alarm": "import signal\nsignal.alarm(1000)",
+    "an end of its own": "from multiprocessing.util import Finalize\nFinalize(None, dict, exitpriority=1)",
     "a device": "with open('/dev/urandom', 'rb') as file:\n    file.read(8)",
     "a log": "with open(__file__ + '.log', 'a') as file:\n    file.write('imported')",
     "a connection": "import socket\nsocket.socket().connect_ex(('127.0.0.1', 9))",
@@ -408,6 +427,14 @@ def test_what_a_rejected_import_has_taken_is_free_for_the_ranks(
         assert "['pack'] True" in output(text)
     unshared, _ = [event["unshared"] for event in live.events() if event["kind"] == "ranks"]
     assert unshared.startswith("prog.py:2 import other: other:5 keeps socket:[")
+
+
+def test_the_reason_names_the_arguments(output: Callable[..., list[str]], live: Live, tmp_path: Path) -> None:
+    install(tmp_path, "other.py", "import sys\nfirst = sys.argv[0]")
+    output("import other")
+    assert [event["unshared"] for event in live.events() if event["kind"] == "ranks"] == [
+        "prog.py:1 import other: it reads sys.argv"
+    ]
 
 
 def test_ranks_with_interpreters_of_their_own_execute_all_imports(folder: Path, python: str, tmp_path: Path) -> None:

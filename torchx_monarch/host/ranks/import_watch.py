@@ -50,20 +50,15 @@ _OF_A_PROCESS = re.compile(r"/proc/(self|thread-self|\d+)/(?!(maps|cgroup|mounti
 """Files that differ between processes and attempts. Those left out are the same for all ranks of a host."""
 
 _EFFECTS: tuple[tuple[Any, str, str], ...] = (
-    (os, "fork", "starts a process"),
-    (os, "forkpty", "starts a process"),
-    (os, "posix_spawn", "starts a process"),
-    (os, "posix_spawnp", "starts a process"),
-    (os, "system", "starts a process"),
+    *((os, name, "starts a process") for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")),
     (subprocess.Popen, "__init__", "starts a process"),
-    (socket.socket, "connect", "opens a connection"),
-    (socket.socket, "connect_ex", "opens a connection"),
+    *((socket.socket, name, "opens a connection") for name in ("connect", "connect_ex")),
     (socket, "getaddrinfo", "looks up an address"),
     (signal, "signal", "sets a signal handler"),
+    *((signal, name, "sets a timer") for name in ("alarm", "setitimer")),
     (os, "chdir", "changes the working folder"),
     (tempfile, "_get_candidate_names", "makes a temporary file"),  # which the first rank that ends may remove for all
-    (random, "random", "draws a random number"),
-    (random, "getrandbits", "draws a random number"),
+    *((random, name, "draws a random number") for name in ("random", "getrandbits")),
 )
 """Functions whose results cannot be compared, or whose effects a fork does not get."""
 
@@ -121,6 +116,7 @@ class ImportWatch:
         self._originals: dict[int, Any] = {}
         self._variables: dict[str, str] = {}
         self._is_active = False
+        self._collects = True  # the zygote's own garbage collector is off
         self._began = 0
 
     # -- what is watched -----------------------------------------------------------------------------------------------
@@ -138,11 +134,17 @@ class ImportWatch:
             for owner in (os, *of_paths):
                 for kind, name in (("stat", "stat"), ("listing", "listdir"), ("listing", "scandir")):
                     self._replace(stack, owner, name, functools.partial(self._see_path, kind))
-            self._replace(stack, os, "getpid", self._see_process_id)
-            for name in ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"):
+            for owner, name in ((os, "getpid"), (threading, "get_native_id")):
+                self._replace(stack, owner, name, self._see_process_id)
+            for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime"):
                 self._replace(stack, time, name, self._see_time)
-            for owner, name in ((os, "urandom"), (random, "_urandom"), (uuid, "uuid1"), (uuid, "uuid4")):
+                self._replace(stack, time, f"{name}_ns", self._see_time)
+            made = ((os, "urandom"), (os, "getrandom"), (random, "_urandom"), (uuid, "uuid1"), (uuid, "uuid4"))
+            for owner, name in made:
                 self._replace(stack, owner, name, self._see_random)
+            self._replace(stack, gc, "enable", lambda _: vars(self).update(_collects=True))
+            self._replace(stack, gc, "disable", lambda _: vars(self).update(_collects=False))
+            self._replace(stack, gc, "isenabled", lambda _: self._collects)
             self._replace(stack, threading.Thread, "start", self._see_thread)
             self._replace(stack, socket.socket, "__init__", self._see_socket)
             generator, watch = vars(random)["_inst"], self
@@ -155,16 +157,17 @@ class ImportWatch:
                     return int(watch._see_draw(super().getrandbits, count))
 
             class Environ(os.environ.__class__):  # type: ignore[name-defined, misc]
-                def __getitem__(self, name: str) -> str:
-                    if name in _OF_A_RANK or str(name).startswith("TORCHELASTIC_"):
-                        watch._see_variable(name)
-                    return str(super().__getitem__(name))
+                def __getitem__(self, name: Any) -> Any:
+                    text = os.fsdecode(name)
+                    if text in _OF_A_RANK or text.startswith("TORCHELASTIC_"):
+                        watch._see_variable(text)
+                    return super().__getitem__(name)
 
-                def __iter__(self) -> Iterator[str]:
+                def __iter__(self) -> Iterator[Any]:
                     watch._see_variable("all variables")
                     return iter(super().__iter__())
 
-            for value, watched in ((generator, Generator), (os.environ, Environ)):
+            for value, watched in ((generator, Generator), (os.environ, Environ), (os.environb, Environ)):
                 stack.callback(setattr, value, "__class__", value.__class__)
                 value.__class__ = watched
             yield
@@ -235,13 +238,15 @@ class ImportWatch:
 
     def _see_process_id(self, original: Any) -> int:
         value, (callers, standard) = _ProcessId(original()), _callers()
+        if "multiprocessing.util" in standard:
+            self.stop(f"{callers[0][1]} registers what this process alone does at its end")
         if (callers[0][0], "asks for the process id") not in _HARMLESS:
             self._process_ids.append((value, (callers[0][0], *standard), callers))
         return value
 
-    def _see_time(self, original: Any) -> Any:
-        value = original()
-        self._times[id(value)] = value, original, _callers()[0]
+    def _see_time(self, original: Any, *args: Any) -> Any:
+        value = original(*args)
+        self._times[id(value)] = value, functools.partial(original, *args), _callers()[0]
         return value
 
     def _see_random(self, original: Any, *args: Any, **options: Any) -> Any:
@@ -291,6 +296,8 @@ class ImportWatch:
         for names, name, value, renewed in self._kept:
             if names.get(name) is value:
                 names[name] = renewed(value)
+        if not self._collects:
+            gc.disable()
 
     def _kept_time(self, modules: Collection[dict[str, Any]]) -> str:
         """Find times among the global names of modules; give these the functions that they have imported watched."""
@@ -455,13 +462,9 @@ def _takes_some(code: types.CodeType, place: str) -> bool:
     line = int(place.rpartition(":")[2])
     parts = [part for part in code.co_consts if isinstance(part, types.CodeType) and part.co_firstlineno == line]
     return any(
-        "startswith" in part.co_names and any(_is_text(prefix) and prefix.endswith("_") for prefix in part.co_consts)
+        "startswith" in part.co_names and any(type(prefix) is str and prefix.endswith("_") for prefix in part.co_consts)
         for part in (code, *parts)
     )
-
-
-def _is_text(value: object) -> bool:
-    return type(value) is str
 
 
 def _bytes_of(value: Any) -> bytes:

@@ -135,7 +135,8 @@ class LeadingImports:
         except self._must_not_be_shared as error:
             return str(error)
         except BaseException as error:
-            return f"{type(error).__name__}: {error}"
+            is_argv = isinstance(error, AttributeError) and (error.obj, error.name) == (sys, "argv")
+            return "it reads sys.argv" if is_argv else f"{type(error).__name__}: {error}"
         now = vars(os.environ)["_data"]
         if text.startswith("os.environ"):
             self._set.update({name: value for name, value in now.items() if before.get(name) != value})
