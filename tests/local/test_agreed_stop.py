@@ -40,6 +40,47 @@ if rank == 0:
 print(f"saved {rank} {step} {tm.time_left() is not None}", flush=True)
 """
 
+#: Loops of their own, which the callbacks of the page end. ``Stop`` is that of the page.
+FRAMEWORKS = {
+    "transformers": """
+import itertools, torch, transformers, torchx_monarch as tm
+{callback}
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def forward(self, x, labels=None):
+        print("running", flush=True)
+        time.sleep(0.01)
+        return {{"loss": (self.layer(x) - labels).pow(2).mean()}}
+options = dict(output_dir=sys.argv[1], report_to=[], use_cpu=True, save_strategy="no", num_train_epochs=1000)
+rows = [{{"x": torch.rand(2), "labels": torch.rand(1)}} for _ in range(1000)]
+arguments = transformers.TrainingArguments(**options)
+trainer = transformers.Trainer(Model(), arguments, train_dataset=rows, callbacks=[Stop()])
+trainer.train()
+assert os.path.exists(f"{{sys.argv[1]}}/checkpoint-{{trainer.state.global_step}}")
+print(f"saved {{rank}} {{trainer.state.global_step - 1}} True", flush=True)
+""",
+    "lightning": """
+import itertools, lightning, torch, torchx_monarch as tm
+{callback}
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, index):
+        print("running", flush=True)
+        time.sleep(0.01)
+        return self.layer(batch).pow(2).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+options = dict(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer = lightning.Trainer(max_epochs=1000, callbacks=[Stop()], **options)
+trainer.fit(Model(), torch.utils.data.DataLoader(torch.rand(1000, 2)))
+print(f"saved {{rank}} {{trainer.global_step - 1}} True", flush=True)
+""",
+}
+
 SAVED = re.compile(r"saved (\d) (\d+) True")
 
 
@@ -86,6 +127,24 @@ def test_two_hundred_stops(folder: Path, train: list[str]) -> None:
         saved_at(hosts.out(0) + hosts.out(1), 4)
         for file in Path(train[1]).iterdir():
             file.unlink()
+
+
+@pytest.mark.nightly("up to half a minute of imports, of packages that the tests do not install")
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_loops_of_frameworks_end_by_a_callback(
+    folder: Path, tmp_path: Path, script: Callable[[str], str], name: str
+) -> None:
+    pytest.importorskip(name)
+    page = Path(__file__).parents[2] / "docs" / "how_to" / "stop.md"
+    callbacks = page.read_text().rpartition("```python\n")[2].partition("```")[0].split("\n\n\n")
+    (callback,) = (text for text in callbacks if f"{name}." in text)
+    program = script(FRAMEWORKS[name].format(callback=callback))
+    hosts = Hosts(folder, torchrun(program, str(tmp_path)), options=("--grace", "60", "--preload", "")).start()
+    until(lambda: hosts.out().count("running") > 20, "steps")
+    hosts.processes[0].terminate()
+    assert hosts.wait() == [143]
+    step = saved_at(hosts.out(), 2)
+    assert f"stopped at step {step:,}, saved" in hosts.err().splitlines()[-1], hosts.err()
 
 
 def test_a_rank_that_does_not_come(folder: Path, script: Callable[[str], str]) -> None:
