@@ -76,8 +76,8 @@ class PartFiles:
     async def check(self) -> None:
         """Raise ``PartError`` if a file has changed. Files whose checksums are not known yet have just been written."""
         if self.files.done():
-            for file in self.files.result():
-                await asyncio.to_thread(_copy, self.folder, file, None)
+            checks = (asyncio.to_thread(_copy, self.folder, file, None) for file in self.files.result())
+            await asyncio.gather(*checks)
 
     async def copy_to(self, folder: str, *, link: bool = False) -> None:
         """Copy all files into another folder, checked; with ``link`` link those that it lacks there if possible."""
