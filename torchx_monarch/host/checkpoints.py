@@ -62,6 +62,7 @@ class HostCheckpoints:
         self._said = set[str]()
         self._changing = asyncio.Lock()
         self._fetching = set[str]()
+        self._given = ""  # what ``last`` leads to
         self._scan_due = asyncio.Event()
         self._ready = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._ready.bind(os.path.join(self.folder, "ready"))
@@ -203,6 +204,7 @@ class HostCheckpoints:
             del self._parts[key]
         newest = max((step for step, *_ in self._parts), default=-1)
         stay = {os.path.dirname(files.folder) for files in self._parts.values()} | self._fetching
+        stay.add(os.path.dirname(self._given))
 
         def remove() -> None:
             for name in os.listdir(self.folder):
@@ -287,6 +289,7 @@ class HostCheckpoints:
         last = os.path.join(self.folder, "last")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(last)
+        self._given = folder or ""
         if folder is not None:
             os.symlink(folder, last)
 
