@@ -332,8 +332,12 @@ def test_a_lost_host_takes_its_actors_and_the_next_state_has_those_that_are_left
 
 def worker_loops(host: int) -> list[int]:
     """Processes of the worker loops of a host, and of their actors."""
-    found = [pid for pid in processes.descendants(host, "") if lives(pid)]
-    return [pid for pid in found if b"worker_loop_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for pid in processes.descendants(host, ""):
+        with contextlib.suppress(OSError):  # it has just ended
+            if lives(pid) and b"worker_loop_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 def test_a_client_that_is_killed_while_it_attaches_leaves_nothing(live: Callable[..., Live]) -> None:

@@ -103,7 +103,18 @@ def saved_at(text: str, ranks: int) -> int:
     return found[0]
 
 
-@pytest.mark.parametrize(("stopped", "also_ranks"), [([0], False), ([1], False), ([0, 1], False), ([0, 1], True)])
+_ALSO = pytest.mark.nightly("between the two that always run")
+
+
+@pytest.mark.parametrize(
+    ("stopped", "also_ranks"),
+    [
+        pytest.param([0], False, marks=_ALSO),
+        ([1], False),
+        pytest.param([0, 1], False, marks=_ALSO),
+        ([0, 1], True),
+    ],
+)
 def test_a_signal_to_some_hosts_or_all(folder: Path, train: list[str], stopped: list[int], also_ranks: bool) -> None:
     """Slurm sends it to all processes of a job that it takes away."""
     hosts = running(Hosts(folder, torchrun(*train, nnodes=2), replicas=2, options=NO_PRELOAD).start(), 4)
@@ -116,7 +127,7 @@ def test_a_signal_to_some_hosts_or_all(folder: Path, train: list[str], stopped: 
     assert f"received SIGTERM; stopped at step {step:,}, saved" in hosts.err().splitlines()[-1], hosts.err()
 
 
-@pytest.mark.nightly("minutes: 200 stops, of which three are tried every time")
+@pytest.mark.nightly("minutes: 200 stops, of which two are tried every time")
 def test_two_hundred_stops(folder: Path, train: list[str]) -> None:
     for number in range(200):
         place = folder / str(number)
@@ -257,6 +268,7 @@ def test_cancel_save_when_all_steps_are_done(apps: Detached, script: Callable[[s
     assert apps.wait(app_id).state is AppState.SUCCEEDED
 
 
+@pytest.mark.nightly("the same as a signal to all hosts, by the supervisor")
 def test_a_machine_that_shuts_down(apps: Detached, train: list[str]) -> None:
     app_id, output = run(apps, train)
     os.kill(apps.owner(app_id).supervisor.pid, signal.SIGTERM)

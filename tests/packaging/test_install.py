@@ -154,10 +154,10 @@ def test_the_wheel_has_every_module_and_nothing_else(wheel: Path) -> None:
         for package in ("torchx_monarch", "torchx_plugins")
         for folder, _, files in os.walk(ROOT / package, followlinks=True)
         for file in files
-        if file.endswith(".py")
+        if file.endswith((".py", ".html", ".css", ".js"))
     }
     assert "torchx_monarch/components/__init__.py" in names
-    assert names == expected | {"torchx_monarch/py.typed", "torchx_monarch/insight/report.html"}
+    assert names == expected | {"torchx_monarch/py.typed"}
 
 
 @pytest.mark.nightly("6 s of processor time for another build")
