@@ -216,6 +216,7 @@ assert job_load().handle == other.handle  # of another job: it is left alone
 assert job.status().ready
 assert job.run_spmd(output="none").exit_code == 0
 procs = state.workers.spawn_procs()
+procs.initialized.get()
 job.kill()
 assert not job.active and not again.can_run(job)
 for use in (state.workers.spawn_procs, state.workers.stop, lambda: procs.spawn("actor", Actor)):

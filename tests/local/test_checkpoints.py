@@ -108,7 +108,8 @@ def test_a_damaged_checkpoint_is_not_used_and_the_last_is_saved_at_the_end(folde
         (training.said / f"waits_{rank}").unlink(missing_ok=True)
     training.memories()
     training.hosts.stop()
-    assert {path.name for path in persist.iterdir()} == {"step_7", "step_99"}, training.hosts.err()
+    found = {path.name for path in persist.iterdir()}
+    assert found > {"step_7", "step_99"} and len(found) == 3, training.hosts.err()  # and the first
     # Another job goes on from there, as after a requeue.
     for path in training.said.iterdir():
         path.unlink()

@@ -66,7 +66,7 @@ class Checkpoints:
         self._changed = asyncio.Event()
         self._persisted = -1
         self._recorded = 0
-        self._last_persist = time.monotonic()
+        self._last_persist = float("-inf")  # the first at once: a job of one host has no copy elsewhere
         self._persisting: tuple[tuple[int, int], asyncio.Task[None]] | None = None
         self._members.forget_checkpoints()  # of the run before
         self._members.on_checkpoints = self._changed.set

@@ -79,7 +79,7 @@ def checkpoint(
         step: the step that the program has finished; 0 or more.
         persist: a folder that all hosts share, into which the hosts copy a whole checkpoint now and then and at the end
             of the job, as ``step_N``. The last two stay. None for memory alone.
-        persist_every: seconds between two such copies.
+        persist_every: seconds between two such copies; the first checkpoint is copied at once.
         ranks: the ranks that take part, if not all do: with ``[0]``, rank 0 alone calls this.
         shared: whether a rank may read, after a restart, what ranks of other hosts have written, as DCP does. If each
             rank reads its own files alone, False saves the hosts the exchange.
