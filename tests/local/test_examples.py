@@ -86,4 +86,5 @@ def test_a_training_survives_a_kill_during_a_save(
     log = "\n".join(runner.log_lines(handle, "killed"))
     assert status is not None and status.state is AppState.SUCCEEDED, log
     assert re.findall("world size 2, after step (.*)", log) == ["0", "1"], log
-    assert sorted(path.name for path in folder.iterdir()) == saved
+    # The first checkpoint in memory may be on disk, too, unless the kill came before that was done.
+    assert sorted({path.name for path in folder.iterdir()} - {"step_1"}) == saved
