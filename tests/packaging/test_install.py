@@ -313,6 +313,7 @@ _VARIES = {
     r"\b(echo|sh)-[a-z0-9]{10,}": r"\1-ID",
     r"'?monarch_[a-z_]+'?, ": "",
     r"usage: (.*\n)+?(?=.*: error: )": "",  # its lines are as long as the list of schedulers
+    r"(?m)^echo/0 hi\n": "",  # TorchX's thread that reads the log may come too late: the job and its log are gone
 }
 
 _FOREIGN = [
