@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ranks that use ``steps`` end at one step and save, whoever ends the job; those that do not come are ended."""
+"""Ranks that use ``steps`` end at one step and save, however the job is stopped. Hosts kill those that do not come."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_all_hosts_have_what_rank_0_alone_has_saved(folder: Path) -> None:
     assert begins(training.finish(only_rank_0=True))[1] in (5, 6)
 
 
-@pytest.mark.nightly(reason="the same as above, at 500 random moments, with one host, two and four")
+@pytest.mark.nightly(reason="500 kills of ranks at random moments, with one, two and four hosts")
 @pytest.mark.parametrize("seed", range(125))
 def test_kills_at_random_moments(folder: Path, seed: int) -> None:
     draw = random.Random(seed)

@@ -5,7 +5,7 @@ A host that fetches a part opens a connection to the host that has it, with the 
 attempt and replica as ``part``. The answer is one message: ``files``, with the path, the size and the checksum of
 each, and then they come, one after the other; ``gone``; or ``failed`` with a ``reason``.
 
-Checksums find damage: connections are authenticated, and whoever can write files of this user can do more than that.
+Checksums find damage, and are no protection: connections are authenticated, and this user alone can write the files.
 """
 
 from __future__ import annotations
