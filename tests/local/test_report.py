@@ -16,6 +16,7 @@ from tests.local.test_cli import run, torchx, write
 from torchx_monarch.insight import events
 from torchx_monarch.insight.timeline import build, lost_seconds
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
+from torchx_monarch.schedulers.recorded_apps import recorded_apps
 
 _PROGRAM = """
 import pathlib, torch.distributed as dist, torch
@@ -63,6 +64,10 @@ def test_the_report_of_a_job(tmp_path: Path) -> None:
     rows = torchx("monarch", "metrics", "last", "loss").stdout.splitlines()
     assert rows[0] == "role,run,attempt,rank,step,time,loss,loss_min,loss_max" and len(rows) == 7
     assert rows[-1].startswith("prog,,2,0,3,") and rows[-1].endswith(",0.3333333333333333" * 3)
+    shown = json.loads(torchx("monarch", "metrics", "last", "--json").stdout)
+    from torchx_monarch import SPMDJob
+
+    assert SPMDJob.attach(recorded_apps()[0].handle).metrics() == shown
 
 
 def phases_add_up(job: Job) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -28,7 +28,7 @@ from torchx_monarch.insight.timeline import Moment, Timeline
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import job_status
-from torchx_monarch.schedulers.job_metrics import read_metrics, trends
+from torchx_monarch.schedulers.job_metrics import AttemptMetrics, read_metrics, trends
 from torchx_monarch.schedulers.job_status import JobStatus, LiveState
 from torchx_monarch.schedulers.monarch import MonarchScheduler, registered_scheduler
 
@@ -51,6 +51,7 @@ class JobFacts:
     """What is known of a job at one moment.
 
     Attributes:
+        metrics: what the first rank of each attempt has reported over time.
         missing: why a host has not said what its ranks do, by replica.
         problem: why none has; empty if they have, or were not asked.
     """
@@ -58,6 +59,7 @@ class JobFacts:
     app: AppSnapshot
     status: JobStatus
     timeline: Timeline
+    metrics: Sequence[AttemptMetrics] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
 
@@ -102,9 +104,9 @@ class JobReader:
             app = replace(app, events=self._ask_events(app))
         timeline, live = job_status.timeline_of(app, decided, now), self._ask_live(app) if is_running else None
         status = job_status.build(self.handle, app, decided, now=now, timeline=timeline, live=live)
-        if reported := read_metrics(status.log_folder, timeline):
-            status = replace(status, step=reported[-1].points[-1].step, metrics=trends(reported))
-        facts = JobFacts(app, status, timeline)
+        if metrics := read_metrics(status.log_folder, timeline):
+            status = replace(status, step=metrics[-1].points[-1].step, metrics=trends(metrics))
+        facts = JobFacts(app, status, timeline, metrics)
         return facts if sample_pause is None or not is_running else self._with_ranks(facts, sample_pause)
 
     def watch(self, interval: float, sample_pause: float) -> Iterator[JobFacts]:

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
     with opened_job(args.handle) as job:
         facts = job.read()
     folder = facts.status.log_folder
-    found = read_metrics(folder, facts.timeline, args.rank)
+    found = facts.metrics if args.rank is None else read_metrics(folder, facts.timeline, args.rank)
     if not found:
         what = "reported no progress" if folder else "its logs on other machines, and so its metrics"
         who = f"rank {args.rank}" if args.rank is not None and folder else args.handle

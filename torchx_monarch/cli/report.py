@@ -19,7 +19,7 @@ from torchx_monarch.cli.status import facts, show_when, state_and_time
 from torchx_monarch.insight.report_page import Curve, curves, render, rows_of, shares, ticks
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.insight.timeline import PHASES, Timeline, lost_seconds
-from torchx_monarch.schedulers.job_metrics import AttemptMetrics, read_metrics
+from torchx_monarch.schedulers.job_metrics import AttemptMetrics
 from torchx_monarch.schedulers.job_status import JobStatus
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import one_line, printable
@@ -87,7 +87,7 @@ def page_of(job: JobFacts, live: str = "") -> str:
             {"name": span.name, "lost": _lost(timeline, span.name), "shares": shares(timeline, span.name)}
             for span in timeline.spans_of("role")
         ],
-        "curves": _curves(read_metrics(status.log_folder, timeline)),
+        "curves": _curves(job.metrics),
         "runs": timeline.spans_of("run")[-200:],
         "moments": [moment for moment in timeline.moments if moment.kind not in unshown][-500:],
         "ranks": ranks[:_MAX_RANKS],

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
             listener.bind(("127.0.0.1", args.port))
         except (OSError, OverflowError) as failure:
             raise UserError(f"cannot listen on port {args.port} of 127.0.0.1: {failure}; give another --port") from None
-        listener.listen()  # whoever opens the link at once waits for the server
+        listener.listen()  # a browser that opens the link at once waits for the server
         site = _Site(listener.getsockname()[1])
         print(site.link, flush=True)
         config = uvicorn.Config(site.app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
@@ -249,7 +249,10 @@ async def _log_lines(request: Request, *, follow: bool) -> AsyncIterator[str]:
 async def _command(*words: str) -> AsyncIterator[str]:
     """Yield the lines that a sub-command of ``torchx monarch`` prints; kill it when nobody reads them any more."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "torchx_monarch.cli.main", *words),
+        sys.executable,
+        "-m",
+        "torchx_monarch.cli.main",
+        *words,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -18,6 +18,8 @@ from torchx_monarch.system.termination import closed_terminal_is_null
 if TYPE_CHECKING:
     from torchx.runner import Runner
 
+    from torchx_monarch.backends.core.snapshot import AppSnapshot
+    from torchx_monarch.backends.core.state import AppStatus
     from torchx_monarch.client.result import RunInfo
     from torchx_monarch.schedulers.job_metrics import AttemptMetrics
 
@@ -180,29 +182,26 @@ class Hosts:
 
     def _app_roles(self) -> list[str]:
         """Return the names of the roles of the app that have hosts; none with an address."""
-        from torchx.specs import parse_app_handle
-
-        from torchx_monarch.schedulers.monarch import scheduler_of
-
-        if self._address:
-            return []
-        scheduler_name, _, app_id = parse_app_handle(self.handle)
-        app = scheduler_of(self.runner, scheduler_name).apps.read(app_id)
+        app = None if self._address else self._read_app()
         return [role.spec.name for role in app[0].roles if role.spec.workload] if app is not None else []
 
     def metrics(self, rank: int | None) -> list[AttemptMetrics]:
         """Return what a rank of the app has reported over time, as its scheduler and its logs on this machine tell."""
-        from torchx.specs import parse_app_handle
-
         from torchx_monarch.schedulers.job_metrics import read_metrics
         from torchx_monarch.schedulers.job_status import log_folder, timeline_of
+
+        app = self._read_app()
+        if app is None:
+            raise UnknownAppError(f"{self.handle} is not known")
+        return read_metrics(log_folder(app[0])[0], timeline_of(*app, time.time()), rank)
+
+    def _read_app(self) -> tuple[AppSnapshot, AppStatus] | None:
+        from torchx.specs import parse_app_handle
+
         from torchx_monarch.schedulers.monarch import scheduler_of
 
         scheduler_name, _, app_id = parse_app_handle(self.handle)
-        found = scheduler_of(self.runner, scheduler_name).apps.read(app_id)
-        if found is None:
-            raise UnknownAppError(f"{self.handle} is not known")
-        return read_metrics(log_folder(found[0])[0], timeline_of(*found, time.time()), rank)
+        return scheduler_of(self.runner, scheduler_name).apps.read(app_id)
 
     def release(self) -> None:
         """Cancel the app through its scheduler; does nothing if the app has ended."""

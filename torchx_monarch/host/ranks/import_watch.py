@@ -52,13 +52,16 @@ _OF_A_PROCESS = re.compile(r"/proc/(self|thread-self|\d+)/(?!(maps|cgroup|mounti
 _EFFECTS: tuple[tuple[Any, str, str], ...] = (
     *((os, name, "starts a process") for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")),
     (subprocess.Popen, "__init__", "starts a process"),
-    *((socket.socket, name, "opens a connection") for name in ("connect", "connect_ex")),
+    (socket.socket, "connect", "opens a connection"),
+    (socket.socket, "connect_ex", "opens a connection"),
     (socket, "getaddrinfo", "looks up an address"),
     (signal, "signal", "sets a signal handler"),
-    *((signal, name, "sets a timer") for name in ("alarm", "setitimer")),
+    (signal, "alarm", "sets a timer"),
+    (signal, "setitimer", "sets a timer"),
     (os, "chdir", "changes the working folder"),
     (tempfile, "_get_candidate_names", "makes a temporary file"),  # which the first rank that ends may remove for all
-    *((random, name, "draws a random number") for name in ("random", "getrandbits")),
+    (random, "random", "draws a random number"),
+    (random, "getrandbits", "draws a random number"),
 )
 """Functions whose results cannot be compared, or whose effects a fork does not get."""
 
