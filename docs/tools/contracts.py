@@ -73,9 +73,14 @@ def _variables() -> set[str]:
 
 
 def _attributes(*folders: str) -> Iterator[tuple[str, str]]:
-    """Yield the attributes of classes, as ``Class.name``, with their types, or what they are at first."""
+    """Yield the attributes of classes, as ``Class.name``, with their types, or what they are at first.
+
+    A frozen value is passed on, and not a place where something is kept.
+    """
     for path in _modules(*folders):
         for kind in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
+            if any("frozen=True" in ast.unparse(decorator) for decorator in kind.decorator_list):
+                continue
             for node in ast.walk(kind):
                 if not isinstance(node, (ast.Assign, ast.AnnAssign)):
                     continue

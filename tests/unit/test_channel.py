@@ -18,7 +18,7 @@ import pytest
 
 from tests.ports import free_port
 from tests.waits import WITHIN, until_async
-from torchx_monarch.controller.host_messages import ReadOutput, Request, encode_request
+from torchx_monarch.controller.host_messages import HostCall, ReadOutput, Request, encode_request
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
@@ -27,6 +27,7 @@ from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.world import World
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport import credentials, messages
 from torchx_monarch.transport.channel import Channel
@@ -102,8 +103,7 @@ class Job:
         self.proxy = Proxy(address.port, seed, breaks)
         self.network = HostNetwork(Address("tls", "127.0.0.1", self.proxy.port), spec, identity=identity)
         self.asked: list[str] = []
-        self.answered: list[messages.Message] = []
-        self.rendezvous.members.on_answer = lambda replica, message: self.answered.append(message)
+        self.answered = asyncio.Queue[Any]()
 
     @contextlib.asynccontextmanager
     async def started(self) -> AsyncIterator[None]:
@@ -119,6 +119,11 @@ class Job:
             self.rendezvous.members.form(self.rendezvous.members.able)
             yield host
             host._channel.close()
+
+    def ask(self, number: int, token: str) -> bool:
+        call, member = HostCall(number, ReadOutput(token), [1]), self.rendezvous.members.in_attempt(1)
+        call.answers = self.answered
+        return member is not None and member.ask(call, encode_request(number, ReadOutput(token)))
 
     async def handle(self, request: Request[Any]) -> Any:
         assert isinstance(request, ReadOutput)
@@ -142,15 +147,13 @@ def test_every_message_arrives_once_and_in_order_whatever_connections_break(tmp_
         async with job.joined() as host:
             following = asyncio.ensure_future(host.result(job.handle))
             for number, token in enumerate(tokens):
-                assert job.rendezvous.members.write(1, encode_request(number, ReadOutput(token)))
+                assert job.ask(number, token)
                 if number % 10 == 0:
-                    await until_async(lambda: len(job.answered) > number - 20 or following.done(), "the answers")  # noqa: B023
-            await until_async(lambda: len(job.answered) >= len(tokens) or following.done(), "the last answer")
+                    await until_async(lambda: job.answered.qsize() > number - 20 or following.done(), "the answers")  # noqa: B023
+            await until_async(lambda: job.answered.qsize() >= len(tokens) or following.done(), "the last answer")
             assert job.proxy.breaks == 0 and not following.done()
             assert job.asked == tokens
-            assert [(answer["id"], answer["answer"]) for answer in job.answered] == [
-                (number, token[::-1]) for number, token in enumerate(tokens)
-            ]
+            assert [job.answered.get_nowait() for _ in tokens] == [(1, token[::-1]) for token in tokens]
             assert not job.rendezvous.events.pending
             announcing = asyncio.ensure_future(job.rendezvous.announce(JobResult(3, "the end"), WITHIN))
             result = await asyncio.wait_for(following, WITHIN)
@@ -193,7 +196,9 @@ def test_none_but_the_same_host_process_goes_on(tmp_path: Path) -> None:
             job.rendezvous.put_off_restarted_hosts()
             with pytest.raises(RendezvousError, match="are ending"):
                 await joining
-            second = await RendezvousClient.join(direct, dataclasses.replace(HOST, attempt=0), WITHIN)
+            second = await RendezvousClient.join(
+                direct, dataclasses.replace(HOST, world=World(0, 0, 0, (), "", 0, False, "")), WITHIN
+            )
             assert lost is not None and lost.replica == 1
             assert lost.result.reason.endswith("Connection reset by peer; its replica has started again")
             assert job.rendezvous.members.registered(1) is not None and resume["token"] != job.token
@@ -230,8 +235,8 @@ def test_who_does_not_come_back_is_lost(tmp_path: Path, is_reset: bool, reason: 
         job = Job(tmp_path, spec=HostSpec(replicas=2, lease=1.0 if is_reset else 60.0))
         async with job.joined() as host:
             following = asyncio.ensure_future(host.result(job.handle))
-            await until_async(lambda: job.rendezvous.members.write(1, encode_request(1, ReadOutput("x"))), "the host")
-            await until_async(lambda: job.answered, "the answer")
+            await until_async(lambda: job.ask(1, "x"), "the host")
+            await until_async(lambda: not job.answered.empty(), "the answer")
             job.proxy.is_open = False
             job.proxy.cut(is_reset)
             lost = await job.rendezvous.events.until_event(asyncio.sleep(WITHIN))

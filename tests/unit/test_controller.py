@@ -155,7 +155,7 @@ def test_losses_while_ranks_are_stopped_cost_one_replacement() -> None:
     job.while_stopping = lambda: job.post(HostLost(2, JobResult(1, "lost too")))
     assert job.result().code == 0
     assert job.log == [[0, 1, 2], signal.SIGTERM, [0, 1, 2]]
-    assert job.events.pending == []
+    assert not job.events.pending
 
 
 def test_a_lost_host_does_not_end_a_row_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -31,6 +33,7 @@ from torchx_monarch.controller.host_messages import (
 )
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobHosts
+from torchx_monarch.controller.members import MemberState
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.insight.progress import Reporter
@@ -110,8 +113,8 @@ def test_a_request_that_is_too_large_is_the_failure_of_that_request_alone(tmp_pa
     async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
         replicas[1].answer.set_result(True)
         with pytest.raises(HostError, match="^host 1 cannot be asked: a message of 8388"):
-            await hosts.ask_host(ProbeFile("x" * messages.MAX_MESSAGE), HOSTS[1])
-        assert await hosts.ask_host(ProbeFile("x"), HOSTS[1])
+            await hosts.ask_host(ProbeFile("x" * messages.MAX_MESSAGE), 1)
+        assert await hosts.ask_host(ProbeFile("x"), 1)
 
     run(tmp_path, scenario)
 
@@ -186,16 +189,40 @@ def test_a_late_answer_to_a_request_that_was_given_up_ends_nothing(tmp_path: Pat
     """The answers of a host to an attempt that another host's loss has ended are of no later attempt."""
 
     async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+        member = rendezvous.members.in_attempt(1)
+        assert member is not None
         with hosts.call(WatchRanks(), replicas=[1]) as given_up:
             pass
         with hosts.call(WatchRanks(), replicas=[1]) as present:
-            hosts._receive(1, {"type": "answer", "id": given_up.number, "answer": []})
+            member.answer({"type": "answer", "id": given_up.number, "answer": []})
             assert present.answers.empty() and given_up.answers.empty()
-            hosts._receive(1, {"type": "answer", "id": present.number, "answer": []})
+            member.answer({"type": "answer", "id": present.number, "answer": []})
             assert present.answers.get_nowait() == (1, [])
         assert rendezvous.members.registered(1) == HOSTS[1]
 
     run(tmp_path, scenario)
+
+
+def test_the_loss_of_a_host_ends_its_own_requests_and_counts_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of hosts may be lost at once, each of which has a request of its own."""
+    ended: list[int] = []
+    monkeypatch.setattr(HostCall, "put", lambda call, replica, answer: ended.append(replica))
+
+    async def main() -> None:
+        rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere"), HostSpec(replicas=50)))
+        hosts, members = JobHosts(rendezvous, NodeRange(50, 50, 1.0), Mock(), AsyncMock()), rendezvous.members
+        lost = [rendezvous.register(Registration(replica, "node", 1), Mock()) for replica in range(1, 50)]
+        members.form(members.able)
+        with contextlib.ExitStack() as calls:
+            for member in lost:
+                calls.enter_context(hosts.call(WatchRanks(), replicas=[member.host.replica]))
+            for member in lost:
+                members.set_state(member, MemberState.LOST)
+            assert ended == [member.host.replica for member in lost]
+
+    asyncio.run(main())
 
 
 def test_no_request_reaches_the_replacement_of_a_lost_host_before_its_attempt(tmp_path: Path) -> None:

@@ -23,12 +23,14 @@ from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.world import World
 from torchx_monarch.transport import lease
 from torchx_monarch.transport.connections import Address
 
 
 def host(replica: int, attempt: int = -1) -> Registration:
-    return Registration(replica, "here", 1, attempt=attempt)
+    world = World(attempt, attempt, attempt, (), "", 0, False, "") if attempt >= 0 else None
+    return Registration(replica, "here", 1, world=world)
 
 
 def test_a_result_before_all_have_come_is_told_to_those_that_come(

@@ -18,6 +18,7 @@ from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import BeginRun, FinishRun, Request, RunBegun
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobHosts
+from torchx_monarch.controller.members import Member, MemberState
 from torchx_monarch.controller.rendezvous import Peer, Rendezvous, RendezvousError
 from torchx_monarch.controller.run_queue import _MAX_RUNS, Run, RunQueue
 from torchx_monarch.host.code_distribution import HostCode
@@ -111,7 +112,7 @@ def test_output_of_hosts_is_read_no_faster_than_replica_0_writes_it(
 ) -> None:
     part, read, stalled = "x" * 65535 + "\n", 0, threading.Event()
 
-    async def answer(request: Request[str], host: Registration) -> str:
+    async def answer(request: Request[str], replica: int) -> str:
         nonlocal read
         await asyncio.sleep(0)
         if read == 100:
@@ -126,7 +127,10 @@ def test_output_of_hosts_is_read_no_faster_than_replica_0_writes_it(
         run = await replica0.runs.next_run()
         assert isinstance(run, Run) and run.run_log is not None
         run.run_log._writer.call(stalled.wait)  # the disk
-        replica0.runs.begun(run, [Registration(1, "node1", 1)], 1)
+        members = replica0.runs.hosts.members
+        members.add(Member(Registration(1, "node1", 1), MemberState.ABLE))
+        members.form(members.able)
+        replica0.runs.begun(run, 1)
         await until_async(lambda: read * len(part) >= 1 << 20, "the output that may wait")
         for _ in range(1000):
             await asyncio.sleep(0)

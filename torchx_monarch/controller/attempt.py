@@ -31,18 +31,22 @@ class Attempt:
     Attributes:
         number: counts all attempts of the run, from 0.
         restart_count: TORCHELASTIC_RESTART_COUNT; as under torchrun, a host that joins adds none.
+        restarts_used: how many of torchrun's ``--max-restarts`` have been used.
         has_begun: whether its ranks may have started.
         exits: those of its ranks, by rank; before it has begun, those of the attempt before.
     """
 
     number: int = 0
     restart_count: int = 0
+    restarts_used: int = 0
     has_begun: bool = False
     exits: dict[int, RankExit] = dataclasses.field(default_factory=dict)
     _is_recorded: bool = False
 
-    def next(self, *, is_restart: bool = True) -> Attempt:
-        return Attempt(self.number + 1, self.restart_count + is_restart, exits=self.exits)
+    def next(self, *, is_restart: bool = True, is_charged: bool = False) -> Attempt:
+        """Return the attempt after this one, for which one of torchrun's restarts may have been used."""
+        used = self.restarts_used + is_charged
+        return Attempt(self.number + 1, self.restart_count + is_restart, used, exits=self.exits)
 
     def begin(self) -> None:
         self.has_begun, self.exits = True, {}

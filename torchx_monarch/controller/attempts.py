@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torchx_monarch.controller.agreed_stop import AgreedStop, seconds_to_stop
 from torchx_monarch.controller.attempt import Attempt, SameStep, never_joined, why_no_restart
@@ -72,16 +72,15 @@ class Attempts:
         self._hang_watch = hang_watch
         self._preflight = Preflight(hosts)
         self.checkpoints = Checkpoints(hosts)
-        self._restarts_used = 0
         self._backoff = Backoff()
         self._never_joined = frozenset[int]()
         self._same_step = SameStep()
 
-    def continue_after(self, host: Registration) -> None:
-        """Continue the attempts of an earlier replica 0, if this host has taken part in one."""
-        if host.attempt >= self.current.number:
-            self.current = Attempt(host.attempt + 1, host.attempt + 1)
-            self._restarts_used = host.restarts_used
+    def continue_after(self, worlds: Sequence[World]) -> None:
+        """Continue the attempts of an earlier replica 0, in the last of which hosts have taken part."""
+        last = max(worlds, key=lambda world: world.attempt, default=None)
+        if last is not None and last.attempt >= self.current.number:
+            self.current = Attempt(last.attempt + 1, last.attempt + 1, last.restarts_used)
 
     def advance(self, *, is_restart: bool) -> None:
         """Go on to the next attempt after a change of the hosts, which is a restart unless a host has joined.
@@ -166,7 +165,7 @@ class Attempts:
             master_port=store.port,
             agent_store=store.served,
             run_id=begun[0].run_id,
-            restarts_used=self._restarts_used,
+            restarts_used=self.current.restarts_used,
         )
 
     # -- watch ---------------------------------------------------------------------------------------------------------
@@ -228,7 +227,7 @@ class Attempts:
         None if all ranks have succeeded before they came to a step.
         """
         assert self._begun is not None
-        self._events.take(lambda pending: pending is event)
+        self._events.remove(event)
         grace, seconds = self._begun.grace, seconds_to_stop(self._begun.grace)
         stop, failed = AgreedStop(self._hosts, seconds), None
         if not await stop.is_used():
@@ -287,7 +286,7 @@ class Attempts:
             leaves = (HostLost, HostPreempted)
             return next((event for event in pending if event.replica != 0 and isinstance(event, leaves)), None)
         assert self._begun is not None
-        if failed.is_collateral or self._restarts_used < self._begun.max_restarts:
+        if failed.is_collateral or self.current.restarts_used < self._begun.max_restarts:
             # Stop requests first: they end the job.
             return min(pending, key=lambda event: isinstance(event, HostLost), default=None)
         return None
@@ -305,7 +304,7 @@ class Attempts:
 
     def _unknown_exit(self, rank: int, world: World, now: float) -> RankExit:
         replica = world.replica_of(rank)
-        name = self._hosts.members.attempt[replica].name
+        name = self._hosts.members.attempt[replica].host.name
         local_rank = rank - world.place(replica).first_rank
         return RankExit(rank, local_rank, replica, hostname=name, pid=0, code=1, time=now)
 
@@ -326,15 +325,14 @@ class Attempts:
         if excluded := self._count_failure(cause, failure.reason):
             self._same_step, stuck = SameStep(), ""  # other machines may get further
         reason = why_no_restart(cause, self._never_joined, before, self._spec) or stuck
-        if self._restarts_used >= budget:
+        if self.current.restarts_used >= budget:
             return failure
         if reason:
             self._reporter.line(f"no restart: {reason}")
             return failure
-        self._restarts_used += 1
-        self.current = self.current.next()
+        self.current = self.current.next(is_charged=True)
         self._reporter.restarted(
-            f"restart {self._restarts_used} of {budget} after: {failure.reason}",
+            f"restart {self.current.restarts_used} of {budget} after: {failure.reason}",
             attempt=self.current.number,
             rank=cause.rank,
             code=cause.code,

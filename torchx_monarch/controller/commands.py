@@ -18,8 +18,9 @@ from collections.abc import Collection
 from torchx_monarch.controller.attempt import Attempt
 from torchx_monarch.controller.elastic import listed
 from torchx_monarch.controller.host_events import CommandFailed, HostEvent, HostLost, HostPreempted
-from torchx_monarch.controller.host_messages import HostError, Launched, LaunchRanks, WatchRanks
+from torchx_monarch.controller.host_messages import HostError, LaunchRanks, WatchRanks
 from torchx_monarch.controller.hosts import JobHosts
+from torchx_monarch.controller.members import Member
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import EARLY_FAILURES_WITHIN, JobResult, RankExit, describe_others, shell_code
 from torchx_monarch.model.world import HostRange, World
@@ -41,10 +42,10 @@ class CommandController:
         self._events = hosts.events
         self._reporter = hosts.reporter
         self._attempt = Attempt(has_begun=True)
-        self._watched: dict[int, asyncio.Task[None]] = {}
-        self._launched: dict[int, Launched] = {}
-        self._spared: set[int] = set()
-        """The replicas that have failed for good, and that the role does not need."""
+        self._launched = 0
+        """The number of commands that have started, and whose hosts have not left."""
+        self._spared = 0
+        """The number of hosts that are spared (see ``Member``)."""
         self._is_late = False
         """Whether the role does without replicas that have never arrived."""
 
@@ -57,7 +58,7 @@ class CommandController:
             self._watch_new_hosts()
             event = await self._events.until_event(self._news())
             result = await self._handle(event) if event else self._result()
-        for replica in list(self._watched):
+        for replica in list(self._members.attempt):
             self._forget(replica)
         return result
 
@@ -74,12 +75,12 @@ class CommandController:
 
     @property
     def _waits_for_all(self) -> bool:
-        return self._spec.starts == "together" and not self._watched and not self._members.is_complete
+        return self._spec.starts == "together" and not self._members.attempt and not self._members.is_complete
 
     def _new_hosts(self) -> list[Registration]:
         """Return the hosts whose commands are to start now."""
         hosts = [] if self._waits_for_all else self._members.idle
-        return [host for host in hosts if host.replica not in self._watched]
+        return [host for host in hosts if host.replica not in self._members.attempt]
 
     async def _news(self) -> None:
         news = self._members.until(self._has_news)
@@ -93,7 +94,7 @@ class CommandController:
     def _are_done(self) -> bool:
         """Return whether all commands that the role has, or still waits for, have succeeded: a failure is an event."""
         absent = self._members.unseen if self._is_late else 0
-        needed = self._spec.replicas - len(self._spared) - absent
+        needed = self._spec.replicas - self._spared - absent
         return len(self._attempt.exits) >= needed and not self._events.pending
 
     def _watch_new_hosts(self) -> None:
@@ -103,25 +104,25 @@ class CommandController:
         self._members.extend(new)
         self._members.has_begun |= self._members.is_complete
         for host in new:
-            self._watched[host.replica] = asyncio.ensure_future(self._watch(host))
+            member = self._members.attempt[host.replica]
+            member.watching = asyncio.ensure_future(self._watch(member))
 
     def _forget(self, replica: int) -> None:
         """Forget the command of a host that leaves."""
-        self._members.attempt.pop(replica, None)
         self._attempt.exits.pop(replica, None)
-        self._launched.pop(replica, None)
-        self._events.take(lambda event: isinstance(event, CommandFailed) and event.replica == replica)
-        if replica in self._watched:
-            self._watched.pop(replica).cancel()
+        if (member := self._members.attempt.pop(replica, None)) and member.watching:
+            member.watching.cancel()
+            self._launched -= member.launched is not None
 
-    async def _watch(self, host: Registration) -> None:
+    async def _watch(self, member: Member) -> None:
         """Start the command of a host unless it runs, and wait for its end. The loss of the host is an event."""
-        replica = host.replica
+        replica = member.host.replica
         with contextlib.suppress(HostError):
-            self._launched[replica] = await self._hosts.ask_host(LaunchRanks(self._world([replica])), host)
-            if len(self._launched) == self._spec.replicas:  # again when one of them has started again
+            member.launched = await self._hosts.ask_host(LaunchRanks(self._world([replica])), replica)
+            self._launched += 1
+            if self._launched == self._spec.replicas:  # again when one of them has started again
                 self._report_start()
-            for ended in await self._hosts.ask_host(WatchRanks(), host):
+            for ended in await self._hosts.ask_host(WatchRanks(), replica):
                 if ended.stopped_at is None or ended.failed:  # else its host reports why it has stopped it
                     self._attempt.add([ended])
                     if ended.code:
@@ -132,9 +133,11 @@ class CommandController:
             self._members.notify()
 
     def _report_start(self) -> None:
-        hosts = [host for _, host in sorted(self._members.attempt.items())]
-        self._reporter.phase("hosts", f"hosts {len(hosts)}/{len(hosts)}", count=len(hosts))
-        self._attempt.report_start(self._reporter, "commands", self._world(self._launched), hosts, self._launched)
+        members = [member for _, member in sorted(self._members.attempt.items())]
+        launched = {member.host.replica: member.launched for member in members if member.launched is not None}
+        self._reporter.phase("hosts", f"hosts {len(members)}/{len(members)}", count=len(members))
+        hosts = [member.host for member in members]
+        self._attempt.report_start(self._reporter, "commands", self._world(launched), hosts, launched)
 
     def _world(self, replicas: Collection[int]) -> World:
         return World(
@@ -156,9 +159,12 @@ class CommandController:
 
     async def _handle(self, event: HostEvent) -> JobResult | None:
         """Settle an event; return the result if it ends the role or replica 0, None if the commands go on."""
+        if isinstance(event, CommandFailed) and self._attempt.exits.get(event.replica) is not event.result.cause:
+            self._events.remove(event)  # its host has left since
+            return None
         leaves = isinstance(event, (HostLost, HostPreempted, CommandFailed))
         if leaves and self._goes_on_without(event.replica):
-            self._events.take(lambda pending: pending is event)
+            self._events.remove(event)
             self._reporter.line(f"{event.result.reason}; the other commands go on")
             self._forget(event.replica)
             await self._rendezvous.dismiss(event.replica, event.result)
@@ -169,7 +175,8 @@ class CommandController:
             self._hosts.settle(event)
         elif self.ends_role:
             # A wrong option ends all commands within moments.
-            await asyncio.wait(self._watched.values(), timeout=EARLY_FAILURES_WITHIN)
+            watching = [member.watching for member in self._members.attempt.values() if member.watching]
+            await asyncio.wait(watching, timeout=EARLY_FAILURES_WITHIN)
         if self.ends_role:
             # Hosts that are started again are put off until replica 0 is.
             self._rendezvous.put_off_restarted_hosts()
@@ -194,12 +201,17 @@ class CommandController:
             return False
         if self._is_replaced(replica):
             return True
-        if not spec.min_replicas or spec.replicas - len(self._spared | {replica}) < spec.min_replicas:
+        member = self._members.get(replica)
+        if not spec.min_replicas or member is None:
             return False
-        self._spared.add(replica)
+        if not member.is_spared:
+            if spec.replicas - self._spared - 1 < spec.min_replicas:
+                return False
+            member.is_spared = True
+            self._spared += 1
         return True
 
     def _is_replaced(self, replica: int) -> bool:
         """Return whether the backend replaces a replica that leaves now, while the others go on."""
-        host = self._members.attempt.get(replica)
-        return (host.restarts if host is not None else 0) < self._spec.replacements
+        member = self._members.attempt.get(replica)
+        return (member.host.restarts if member is not None else 0) < self._spec.replacements

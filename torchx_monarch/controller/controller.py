@@ -78,7 +78,7 @@ class Controller:
         """Execute runs, or continue the present one on other hosts, until the job ends, or an event ends an attempt."""
         if self._queue is None:
             # Hosts that outlived an earlier replica 0 have run attempts already.
-            self._attempts.continue_after(max(hosts, key=lambda host: host.attempt))
+            self._attempts.continue_after([host.world for host in hosts if host.world is not None])
             return await self._execute(hosts)
         while True:
             run: Run | JobResult | HostEvent | None = self._queue.current
@@ -104,7 +104,7 @@ class Controller:
             if isinstance(begun, HostEvent):
                 return begun
             if self._queue is not None and run is not None:
-                self._queue.begun(run, hosts, sum(answer.nproc for answer in begun.values()))
+                self._queue.begun(run, sum(answer.nproc for answer in begun.values()))
             return await self._attempts.run(hosts, begun)
         except HostRefused as refusal:
             if self._queue is None:

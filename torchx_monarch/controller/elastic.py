@@ -103,7 +103,7 @@ class HostGatherer:
 
     def _form(self) -> list[Registration]:
         members, sizes = self._members, self._sizes
-        before, hosts = list(members.attempt.values()), self._choose()
+        before, hosts = [member.host for member in members.attempt.values()], self._choose()
         members.form(hosts)
         size = f" (elastic, {sizes.min_hosts} to {sizes.max_hosts})" if sizes.elastic else ""
         self._reporter.phase("hosts", f"hosts {len(hosts)}/{sizes.max_hosts}{size}", count=len(hosts))
@@ -128,10 +128,10 @@ class HostGatherer:
 
     def blame(self, replica: int, reason: str) -> HostExcluded | None:
         """Count a failure of a host of the attempt; return the event that replaces it, if it is excluded now."""
-        members, host = self._members, self._members.attempt.get(replica)
-        if host is None or members.registered_count == 1:  # no other host can take its place
+        members, member = self._members, self._members.attempt.get(replica)
+        if member is None or members.registered_count == 1:  # no other host can take its place
             return None
-        name = members.machine(host)
+        name = members.machine(member.host)
         if not (failures := self._failures.add(name)):
             return None
         message = f"{name} is excluded after {failures}, the last: {reason}"

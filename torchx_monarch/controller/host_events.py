@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import math
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import ClassVar, TypeVar
 
 from torchx_monarch.model.host_facts import Registration
@@ -122,17 +122,26 @@ class HostEvents:
     """The events that the controller has not handled yet, oldest first."""
 
     def __init__(self) -> None:
-        self.pending: list[HostEvent] = []
+        self._pending: dict[HostEvent, None] = {}
         self._changes = Changes()
 
     def post(self, event: HostEvent) -> None:
-        self.pending.append(event)
+        self._pending[event] = None
         self._changes.notify()
+
+    @property
+    def pending(self) -> Collection[HostEvent]:
+        return self._pending.keys()
+
+    def remove(self, event: HostEvent) -> None:
+        """Remove an event that is pending. Only the controller calls this."""
+        self._pending.pop(event, None)
 
     def take(self, wanted: Callable[[HostEvent], bool]) -> list[HostEvent]:
         """Remove the events to which a condition applies; return them. Only the controller calls this."""
-        taken = [event for event in self.pending if wanted(event)]
-        self.pending = [event for event in self.pending if not wanted(event)]
+        taken = [event for event in self._pending if wanted(event)]
+        for event in taken:
+            del self._pending[event]
         return taken
 
     async def report_within(self, seconds: float, failure: HostEvent) -> HostEvent:

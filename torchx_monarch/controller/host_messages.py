@@ -47,6 +47,14 @@ class HostError(Exception):
     """A host has not answered a request: its connection has ended, its answer is not valid, or it has refused."""
 
 
+class HostLateError(HostError):
+    """Some hosts have not answered a request in time."""
+
+    def __init__(self, replicas: Collection[int], seconds: float) -> None:
+        super().__init__(f"no answer within {seconds:g} s")
+        self.replicas = replicas
+
+
 @dataclasses.dataclass(eq=False)
 class HostRefused(HostError):
     """A host cannot execute a request; ``code`` is the exit code of the run that needs it."""
@@ -359,13 +367,11 @@ class HostCall(Generic[AnswerT]):
 
     Attributes:
         waiting: the replicas whose hosts have not answered.
-        late: those that have not answered in time.
     """
 
     def __init__(self, number: int, request: Request[AnswerT], replicas: Iterable[int]) -> None:
         self.number = number
         self.waiting = set(replicas)
-        self.late: Collection[int] = ()
         self.answers: asyncio.Queue[tuple[int, AnswerT | HostError]] = asyncio.Queue()
         self._answer_type = request.answer_type()
 
@@ -385,9 +391,9 @@ class HostCall(Generic[AnswerT]):
 
     def expire(self, seconds: float) -> None:
         """Wait no longer for the hosts that have not answered within some seconds."""
-        self.late = sorted(self.waiting)
-        for replica in self.late:
-            self.put(replica, HostError(f"no answer within {seconds:g} s"))
+        late = HostLateError(sorted(self.waiting), seconds)
+        for replica in late.replicas:
+            self.put(replica, late)
 
     def receive(self, replica: int, message: messages.Message) -> None:
         """Add the answer, refusal or error in a message of a host."""

@@ -18,6 +18,7 @@ from torchx_monarch.controller.host_messages import (
     Handler,
     HostCall,
     HostError,
+    HostLateError,
     HostRefused,
     Request,
     StopRanks,
@@ -26,7 +27,6 @@ from torchx_monarch.controller.host_messages import (
 from torchx_monarch.controller.members import MemberState
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.world import World
 from torchx_monarch.transport import messages
@@ -70,9 +70,7 @@ class JobHosts:
         self.report_timeout = self.spec.peer_timeout + 3.0 if rendezvous.network.rendezvous.networked else 1.0
         self._own_host = own_host
         self._numbers = itertools.count()
-        self._calls: dict[int, HostCall[Any]] = {}
         self._shared: dict[tuple[Request[Any], int], asyncio.Task[Answers[Any]]] = {}
-        self.members.on_answer, self.members.on_lost = self._receive, self._drop
 
     async def until_event(self, work: Awaitable[T]) -> T | HostEvent:
         """Do some work with the hosts until an event is pending; return its outcome, or the event (see ``HostEvents``).
@@ -92,12 +90,12 @@ class JobHosts:
 
     def settle(self, event: HostEvent) -> None:
         """Report an event, which is pending no longer. Only the controller calls this."""
-        self.events.take(lambda pending: pending is event)
+        self.events.remove(event)
         self.reporter.report(event.kind, event.result.reason, replica=event.replica)
 
-    async def ask_host(self, request: Request[AnswerT], host: Registration) -> AnswerT:
+    async def ask_host(self, request: Request[AnswerT], replica: int) -> AnswerT:
         """Send a request to one host, and return the answer (see ``ask``)."""
-        return (await self.ask(request, replicas=[host.replica]))[host.replica]
+        return (await self.ask(request, replicas=[replica]))[replica]
 
     async def ask(
         self, request: Request[AnswerT], timeout: float | None = None, replicas: Sequence[int] = ()
@@ -112,8 +110,8 @@ class JobHosts:
         answers: dict[int, AnswerT] = {}
         with self.call(request, timeout, replicas) as call:
             async for replica, answer in call:
-                if replica in call.late:
-                    raise HostError(f"host {listed(call.late)}: {answer} to {type(request).__name__}")
+                if isinstance(answer, HostLateError):
+                    raise HostError(f"host {listed(answer.replicas)}: {answer} to {type(request).__name__}")
                 if isinstance(answer, HostError):
                     raise answer
                 answers[replica] = answer
@@ -180,7 +178,7 @@ class JobHosts:
             async for replica, answer in call:
                 if isinstance(answer, HostRefused):
                     self._lose(replica, answer.reason)
-                elif replica in call.late:
+                elif isinstance(answer, HostLateError):
                     self._lose(replica, str(answer))
                 elif not isinstance(answer, HostError):
                     add_exits(answer)
@@ -205,7 +203,6 @@ class JobHosts:
         This does not wait: a host that reads slowly delays no other.
         """
         call = HostCall(next(self._numbers), request, replicas or self.members.attempt)
-        self._calls[call.number] = call
         timer = asyncio.get_running_loop().call_later(timeout, call.expire, timeout) if timeout is not None else None
 
         async def ask_own() -> None:
@@ -220,8 +217,11 @@ class JobHosts:
             data, failure = encode_request(call.number, request), "it is not connected"
         except messages.ProtocolError as error:
             data, failure = b"", str(error)
+        asked = []
         for replica in call.waiting - {0}:
-            if not (data and self.members.write(replica, data)):
+            if data and (member := self.members.in_attempt(replica)) and member.ask(call, data):
+                asked.append(member)
+            else:
                 call.put(replica, HostError(f"host {replica} cannot be asked: {failure}"))
         try:
             yield call
@@ -229,18 +229,5 @@ class JobHosts:
             task.cancel()
             if timer is not None:
                 timer.cancel()
-            del self._calls[call.number]
-            cancel = messages.encode({"type": "cancel", "id": call.number})
-            for replica in (*call.waiting, *call.late):
-                self.members.write(replica, cancel)
-
-    def _receive(self, replica: int, message: messages.Message) -> None:
-        """Pass on the answer of a host to the call that waits for it, if one still does."""
-        number = message.get("id")
-        if isinstance(number, int) and number in self._calls:
-            self._calls[number].receive(replica, message)
-
-    def _drop(self, replica: int) -> None:
-        """Have no call wait for a host whose connection has ended."""
-        for call in self._calls.values():
-            call.put(replica, HostError(f"the connection of host {replica} has ended"))
+            for member in asked:
+                member.cancel(call)

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import enum
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torchx_monarch.controller.host_events import Changes
-from torchx_monarch.controller.host_messages import CheckpointParts
+from torchx_monarch.controller.host_messages import CheckpointParts, HostCall, HostError, Launched
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import messages
@@ -34,6 +36,10 @@ class Member:
         channel: to it; None for replica 0's own host, and for one that is refused or lost.
         knows_result: whether it has been sent the result of the job.
         checkpoints: the last report of the parts of checkpoints that it has; None for none.
+        calls: the requests that it has not answered, by number.
+        reading: reads its output of the present run of a live allocation.
+        watching: follows its command, which it has ``launched``.
+        is_spared: whether its command has failed for good, and the role does not need it.
     """
 
     host: Registration
@@ -41,13 +47,41 @@ class Member:
     channel: Channel | None = None
     knows_result: bool = False
     checkpoints: CheckpointParts | None = None
+    calls: dict[int, HostCall[Any]] = dataclasses.field(default_factory=dict)
+    reading: asyncio.Task[None] | None = None
+    watching: asyncio.Task[None] | None = None
+    launched: Launched | None = None
+    is_spared: bool = False
 
     @property
     def is_registered(self) -> bool:
         return self.state in (MemberState.UNABLE, MemberState.ABLE)
 
-    async def send(self, message: messages.Message) -> bool:
-        return self.channel is not None and await self.channel.send(message)
+    def ask(self, call: HostCall[Any], data: bytes) -> bool:
+        """Send an encoded request, but do not wait until the host has read it; return whether it is connected."""
+        if self.channel is None:
+            return False
+        self.calls[call.number] = call
+        self.channel.write(data)
+        return True
+
+    def answer(self, message: messages.Message) -> None:
+        """Pass on the answer of the host to the call that waits for it, if one still does."""
+        number = message.get("id")
+        if isinstance(number, int) and (call := self.calls.pop(number, None)):
+            call.receive(self.host.replica, message)
+
+    def cancel(self, call: HostCall[Any]) -> None:
+        """Tell the host that nobody waits for its answer any more, unless it has answered."""
+        if self.calls.pop(call.number, None) and self.channel is not None:
+            self.channel.write(messages.encode({"type": "cancel", "id": call.number}))
+
+    def lose(self) -> None:
+        """Have no call wait for this host, whose connection has ended."""
+        self.channel = None
+        for call in self.calls.values():
+            call.put(self.host.replica, HostError(f"the connection of host {self.host.replica} has ended"))
+        self.calls.clear()
 
     async def send_result(self, result: JobResult, dismissed: bool = False) -> None:
         """Send its last message, with the result of the job, or one with which it alone is dismissed."""
@@ -69,18 +103,14 @@ class Members:
         formation: how often these hosts have changed.
         has_begun: whether all hosts that the first attempt needs have been in it.
         on_idle_change: called when the hosts have changed that can take part, and do not.
-        on_answer: called with a replica and the answer of its host to a request.
-        on_lost: called with a replica whose host answers no more.
         on_checkpoints: called when a host of the attempt has other parts of checkpoints.
     """
 
     def __init__(self, replicas: int) -> None:
-        self.attempt: dict[int, Registration] = {}
+        self.attempt: dict[int, Member] = {}
         self.formation = 0
         self.has_begun = False
         self.on_idle_change: Callable[[], None] = lambda: None
-        self.on_answer: Callable[[int, messages.Message], None] = lambda replica, message: None
-        self.on_lost: Callable[[int], None] = lambda replica: None
         self.on_checkpoints: Callable[[], None] = lambda: None
         self._replicas = replicas
         self._members: dict[int, Member] = {}
@@ -105,16 +135,15 @@ class Members:
         member.state = state
         self._count(member, 1)
         if state is MemberState.LOST:
-            member.channel = None
             self.connected.pop(member.host.replica, None)
-            self.on_lost(member.host.replica)
+            member.lose()
 
     def _count(self, member: Member, step: int) -> None:
         host = member.host
         self.counts[member.state] += step
         if member.is_registered:
             self._machines[_machine(host)] += step
-        if member.state is MemberState.ABLE and self.attempt.get(host.replica) is not host:
+        if member.state is MemberState.ABLE and self.attempt.get(host.replica) is not member:
             self._idle[host.replica] = host
             if step < 0:
                 del self._idle[host.replica]
@@ -130,12 +159,15 @@ class Members:
     def extend(self, hosts: Sequence[Registration]) -> None:
         """Have more hosts take part in the attempt."""
         for host in hosts:
-            self.attempt[host.replica] = host
+            self.attempt[host.replica] = self._members[host.replica]
             self._idle.pop(host.replica, None)
         self.formation += 1
         self.notify()
 
     # -- one host ------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
 
     def get(self, replica: int) -> Member | None:
         """Return the last host of a replica; None if none has come."""
@@ -147,8 +179,8 @@ class Members:
 
     def in_attempt(self, replica: int) -> Member | None:
         """Return the replica's host in the attempt; None if it has been lost or dismissed, and perhaps replaced."""
-        host = self.registered(replica)
-        return self._members[replica] if host is not None and host is self.attempt.get(replica) else None
+        member = self.attempt.get(replica)
+        return member if member is not None and member.is_registered else None
 
     def set_checkpoints(self, replica: int, parts: CheckpointParts) -> None:
         if member := self.in_attempt(replica):
@@ -156,16 +188,8 @@ class Members:
             self.on_checkpoints()
 
     def forget_checkpoints(self) -> None:
-        for member in self._members.values():
+        for member in self:
             member.checkpoints = None
-
-    def write(self, replica: int, data: bytes) -> bool:
-        """Write to the replica's host in the attempt, but not wait until it has read; return whether there is one."""
-        member = self.in_attempt(replica)
-        if member is None or member.channel is None:
-            return False
-        member.channel.write(data)
-        return True
 
     def machine(self, host: Registration) -> str:
         """Return the name under which failures of a host count: the machine's, unless other hosts share it."""

@@ -367,7 +367,7 @@ class Rendezvous:
             raise LaterError(f"{last.host.name} has just been lost")  # the controller may put off hosts because of that
         if last is not None and last.is_registered:
             raise _TakenError(f"replica {host.replica} has registered already: {last.host.name}")
-        if self._puts_off and host.attempt < 0:  # a host that has run attempts belongs to this job and needs its result
+        if self._puts_off and host.world is None:  # one that has run attempts belongs to this job and needs its result
             raise LaterError("the hosts that this one was started to join are ending")
         if last is not None and last.knows_result:
             raise LaterError("its start before this one knows how the job has ended: it belongs to the next job")
@@ -401,7 +401,7 @@ class Rendezvous:
                 else:
                     self.events.post(event)
             if message.get("type") == "answer":
-                self.members.on_answer(host.replica, message)
+                member.answer(message)
 
     def _loss(self, member: Member, channel: Channel) -> HostLost:
         """Return the event of a host whose channel has ended."""

@@ -41,7 +41,6 @@ from torchx_monarch.controller.host_messages import (
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Peer, RendezvousError, Serve
 from torchx_monarch.insight.run_log import RunLog
-from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.system import safe_files
@@ -196,7 +195,6 @@ class RunQueue:
         self._wake = asyncio.Event()
         self._result: JobResult | None = None
         self._feeding = set[asyncio.Task[Any]]()
-        self._readers: dict[int, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         for kind, handler in {
             "state": self._send_state,
@@ -254,18 +252,18 @@ class RunQueue:
             return run
         return None
 
-    def begun(self, run: Run, hosts: list[Registration], ranks: int) -> None:
-        """Read the output of a run from these hosts, which have begun it."""
+    def begun(self, run: Run, ranks: int) -> None:
+        """Read the output of a run from the hosts of its attempt, which have begun it."""
         run.ranks = ranks
-        for host in hosts:
-            if host.replica not in self._readers or self._readers[host.replica].done():
-                self._readers[host.replica] = asyncio.ensure_future(self._read_output(run, host))
+        for replica, member in self.hosts.members.attempt.items():
+            if member.reading is None or member.reading.done():
+                member.reading = asyncio.ensure_future(self._read_output(run, replica))
 
-    async def _read_output(self, run: Run, host: Registration) -> None:
+    async def _read_output(self, run: Run, replica: int) -> None:
         """Add the output of a run on one host to its log, no faster than that is written."""
         assert run.run_log is not None
         with contextlib.suppress(HostError):  # its loss is an event
-            while records := await self.hosts.ask_host(ReadOutput(run.token), host):
+            while records := await self.hosts.ask_host(ReadOutput(run.token), replica):
                 run.run_log.append_lines(records.encode())
                 await run.run_log.room()
 
@@ -276,7 +274,7 @@ class RunQueue:
 
         async def finish_hosts() -> None:
             await self.hosts.broadcast(FinishRun(run.token))
-            await asyncio.gather(*self._readers.values())
+            await asyncio.gather(*(member.reading for member in self.hosts.members.attempt.values() if member.reading))
 
         try:
             # An event says that hosts have left, or that the allocation ends: the next wait handles it.
@@ -284,9 +282,9 @@ class RunQueue:
         except (HostError, asyncio.TimeoutError) as error:
             # The loss of a host is reported by a host event.
             self._reporter.line(f"some output of run {run.number} may be missing: {error or 'it did not come in time'}")
-        for reader in self._readers.values():
-            reader.cancel()
-        self._readers.clear()
+        for member in self.hosts.members:
+            if member.reading is not None:
+                member.reading.cancel()
         self._reporter.echo = None
         exits = [{"type": "exit", "exit": vars(attempt.exits[rank])} for rank in sorted(attempt.exits)]
         self._reporter.report("run_end", f"run {run.number} {word}: {result.reason}", run=run.number, code=result.code)

@@ -72,10 +72,7 @@ class Follower:
         pool = self._workload.pool
         if pool is None:
             return registration
-        registration = dataclasses.replace(registration, error=pool.remains)
-        if (world := pool.world) is None:
-            return registration
-        return dataclasses.replace(registration, attempt=world.attempt, restarts_used=world.restarts_used)
+        return dataclasses.replace(registration, error=pool.remains, world=pool.world or registration.world)
 
     async def _join(self, registration: Registration, timeout: float, whom: str) -> RendezvousClient:
         failure = ""

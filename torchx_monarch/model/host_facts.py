@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from torchx_monarch.model.world import World
+
 HostFacts: TypeAlias = Mapping[str, str]
 """The versions of what a host imports, such as torch, by name, and the digest of the script (``PROGRAM``)."""
 
@@ -20,8 +22,7 @@ class Registration:
     Attributes:
         error: why it cannot take part; empty if it can.
         code: exit code that belongs to ``error``.
-        attempt: the last attempt in which it took part, under an earlier replica 0; -1 for none.
-        restarts_used: how many of torchrun's ``--max-restarts`` had been used by then.
+        world: that of the last attempt in which it took part, under an earlier replica 0; None for none.
         machine: name of the machine on which the host's container runs; empty if ``hostname`` is that.
         restarts: how often the backend has restarted it, as far as it knows.
     """
@@ -31,8 +32,7 @@ class Registration:
     pid: int
     error: str = ""
     code: int = 1
-    attempt: int = -1
-    restarts_used: int = 0
+    world: World | None = None
     machine: str = ""
     restarts: int = 0
 
