@@ -61,6 +61,13 @@ BJOBS = {
             "PEND_REASON": "Not enough GPUs:\n 4 hosts;",
         },
         {"JOBID": "7", "JOBINDEX": "3", "JOB_NAME": "m-x-0[3]", "STAT": "SSUSP", "PEND_REASON": ""},
+        {
+            "JOBID": "8",
+            "JOBINDEX": "1",
+            "JOB_NAME": "m-x-1[1]",
+            "STAT": "PEND",
+            "PEND_REASON": "Dependency condition invalid or never satisfied;",
+        },
     ],
 }
 
@@ -183,7 +190,8 @@ def test_lsf(monkeypatch: pytest.MonkeyPatch) -> None:
         RUNNING._replace(name="m-x-0"),
         QueuedJob(State.PENDING, "Not enough GPUs: 4 hosts;", name="m-x-0"),
     )
-    assert LsfBackend().queued() == {"7.1": running, "7.2": waiting, "7.3": running}
+    stuck = QueuedJob(State.PENDING, "Dependency condition invalid or never satisfied;", True, "m-x-1")
+    assert LsfBackend().queued() == {"7.1": running, "7.2": waiting, "7.3": running, "8.1": stuck}
     answers(monkeypatch, LsfBackend, "No unfinished job found\n")
     assert LsfBackend().queued() == {}
 

@@ -273,6 +273,7 @@ def write(folder: JobFolder, state: State, code: int | None = None, message: str
     ("said", "reason", "record", "cancelled", "state", "words"),
     [
         ("PENDING", "Resources", None, False, "PENDING", "waits for Resources"),
+        ("PENDING", "DependencyNeverSatisfied", None, False, "FAILED", "can never start: DependencyNeverSatisfied"),
         ("CONFIGURING", "None", None, False, "PENDING", ""),
         ("SUSPENDED", "None", None, False, "PENDING", "Slurm reports SUSPENDED"),
         ("RUNNING", "None", BatchRecord("7", 1.0), False, "RUNNING", ""),

@@ -67,9 +67,12 @@ def _tasks() -> dict[str, dict[str, Any]]:
 
 
 def _submit(
-    name: str, commands: Sequence[Sequence[str]], outputs: Sequence[str], first: int, variable: str, held: bool
+    name: str, commands: Sequence[Sequence[str]], outputs: Sequence[str], first: int, variable: str, held: str | bool
 ) -> int:
-    """Queue a job with a task for each command, start it unless it is held, and return its number."""
+    """Queue a job with a task for each command, start it unless it is held, and return its number.
+
+    ``held`` may be the state in which the job stays.
+    """
     with open(_FOLDER / "last", "a+") as last:
         fcntl.flock(last, fcntl.LOCK_EX)
         last.seek(0)
@@ -82,7 +85,7 @@ def _submit(
         environ = {**os.environ, **({variable: str(number)} if variable else {})}
         record: dict[str, Any] = {"name": name, "command": list(command), "environ": environ, "output": output}
         if held:
-            _write(task, {**record, "state": "held", "runner": 0})
+            _write(task, {**record, "state": "held" if held is True else held, "runner": 0})
             continue
         runner = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, "run", task],
@@ -126,13 +129,22 @@ def _run(task: str) -> None:
                 start_new_session=True,
                 preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS),
             )
-        _write(task, {**record, "state": "running"})
+        _write(task, {**record, "state": "running", "child": child.pid})
         for number, handler in ((signal.SIGTERM, end), (signal.SIGUSR1, end), (signal.SIGALRM, kill)):
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         child.wait()
         signal.alarm(0)
         _write(task, record)
+    _path(task).unlink()
+
+
+def lose_node(words: list[str]) -> None:
+    """Take away the machine of a task that runs, with all that runs there; the system gives the job up."""
+    (task,) = words
+    record = _tasks()[task]
+    os.kill(record["runner"], signal.SIGKILL)
+    os.killpg(record["child"], signal.SIGKILL)
     _path(task).unlink()
 
 
@@ -162,6 +174,7 @@ def _parser(*options: str) -> argparse.ArgumentParser:
 _PBS_ROW = "{:<30} {:<15} {:<15} {:<15} {:>8} {:>4} {:>5} {:>6} {:>5} {} {:>5}"
 _PBS_STATES = {
     "held": ("H", "Job held by root on Fri Nov 27 05:00:00 2026"),
+    "impossible": ("Q", "Can Never Run: Insufficient amount of resource: ncpus (R: 1000 A: 4 T: 4)"),
     "queued": ("Q", " -- "),
     "running": ("R", "Job run at Fri Nov 27 at 05:00 on (node1:ncpus=1)"),
 }
@@ -173,7 +186,8 @@ def qsub(words: list[str]) -> None:
     parser.add_argument("-V", action="store_true", required=True)
     parser.add_argument("-h", dest="held", action="store_true")
     given = parser.parse_args(options)
-    print(f"{_submit(given.N, [command], [given.o], 0, '', given.held)}.pbs")
+    held = "impossible" if "ncpus=1000" in given.l else given.held
+    print(f"{_submit(given.N, [command], [given.o], 0, '', held)}.pbs")
 
 
 def qstat(words: list[str]) -> None:

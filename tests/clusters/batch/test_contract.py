@@ -7,12 +7,13 @@ import contextlib
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from torchx.specs import AppState
+from torchx.specs import AppState, Resource
 
 from tests.clusters.batch import commands
 from tests.contract.batch import BatchContract
@@ -20,6 +21,7 @@ from tests.contract.contract import Contract
 from tests.contract.place import BatchPlace, left_to_others
 from tests.waits import WITHIN
 from torchx_monarch import schedulers
+from torchx_monarch.model.role_spec import mark_sidecar
 
 _EVERY_TIME = (
     "test_cancel_while_pending",
@@ -118,6 +120,25 @@ class TestPbs(_StandInContract):
             handle = place.adopt(place.torchx("run", *words, place.program("pass")).split()[-1])
             status = place.wait(handle, AppState.FAILED)
         assert "Address already in use" in str(status)
+
+    def test_a_sidecar_ends_after_the_loss_of_the_only_host(self, place: _StandInPlace) -> None:
+        side = place.role("sleep", "1000", name="side")
+        mark_sidecar(side)
+        handle = place.submit_and_die(place.role("sleep", "1000"), side)
+        place.until(lambda: set(place.states(handle).values()) == {AppState.RUNNING}, "both tasks", handle)
+        jobs = place.backend.snapshot(handle.rpartition("/")[2]).jobs  # type: ignore[union-attr]
+        lose = [sys.executable, commands.__file__, "lose_node", f"{jobs[0]}.0"]
+        subprocess.run(lose, check=True, timeout=WITHIN)
+        assert "node was lost" in place.wait(handle, AppState.FAILED).msg
+        assert place.states(handle)["side/0"] is AppState.CANCELLED
+
+    @pytest.mark.nightly("the owner ends an app after the loss of a node every time")
+    def test_an_app_ends_if_one_of_its_jobs_can_never_start(self, place: _StandInPlace) -> None:
+        impossible = place.role("true", name="large", resource=Resource(cpu=1000, gpu=0, memMB=1))
+        handle = place.submit_and_die(place.role("sleep", "1000"), impossible)
+        assert "large/0 cannot start: Can Never Run" in place.wait(handle, AppState.FAILED).msg
+        assert place.states(handle)["trainer/0"] is not AppState.RUNNING
+        place.until(lambda: not place.shown(), "an empty queue", handle)
 
 
 class TestLsf(_StandInContract):

@@ -104,7 +104,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         install: what to install if its commands are missing.
     """
 
-    capabilities = Capabilities(supervises=True, shares_interpreter=True, limits_resources=True)
+    capabilities = Capabilities(supervises=True, shares_interpreter=True, limits_resources=True, needs_owner=True)
     poll = 0.5
     name: ClassVar[str]
     cancel_command: ClassVar[Sequence[str]]

@@ -48,5 +48,5 @@ class LsfBackend(BatchBackend[BatchOpts]):
             state = State.PENDING if job["STAT"] in ("PEND", "PSUSP", "WAIT") else State.RUNNING
             reason = " ".join(job.get("PEND_REASON", "").split()) if state is State.PENDING else ""
             name = job["JOB_NAME"].partition("[")[0]
-            jobs[f"{job['JOBID']}.{job['JOBINDEX']}"] = QueuedJob(state, reason, name=name)
+            jobs[f"{job['JOBID']}.{job['JOBINDEX']}"] = QueuedJob(state, reason, "never satisfied" in reason, name)
         return jobs

@@ -49,6 +49,9 @@ _STATES = {
 }
 """Slurm's states for each of an app's (squeue(1), section JOB STATE CODES)."""
 
+_NEVER = ("BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS")
+"""The reasons of a job that can never start as it is."""
+
 _JOB_ID = re.compile(r"(\d+)(?:\+0+)?")
 """The id that squeue and sacct print for a job (``17``) or its first component (``15+0``), which runs the script; not
 that of another component (``15+1``), nor that of tasks of an array (``3_7``), which is no job of ours."""
@@ -76,6 +79,7 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
     name, cancel_command = "slurm", ("scancel",)
     job_id = r"(\d+)(?:;\S+)?\s*$"  # with several clusters, --parsable prints ID;CLUSTER
     install = "Slurm's commands, as the login nodes of a cluster have them (Debian: slurm-client, Red Hat: slurm)"
+    capabilities = replace(BatchBackend.capabilities, needs_owner=False)  # its batch step is the owner
     poll = 0.1
 
     def __init__(self) -> None:
@@ -187,7 +191,7 @@ def _outcome(job: QueuedJob | None, record: BatchRecord | None, folder: JobFolde
     if job is None:
         return None
     if not job.state.is_terminal:
-        return Outcome(job.state, job.reason)
+        return Outcome(State.FAILED if job.is_stuck else job.state, job.reason)
     if job.state is State.SUCCEEDED:
         return Outcome(State.SUCCEEDED)
     ending = folder.load_ending()
@@ -217,6 +221,8 @@ def _job(shown: str, reason: str = "", folder: str = "") -> QueuedJob:
     name = shown.partition(" ")[0].rstrip("+")
     state = next((state for state, names in _STATES.items() if name in names.split()), State.UNKNOWN)
     if state is State.PENDING and reason not in ("", "None", "(null)"):
+        if reason in _NEVER:
+            return QueuedJob(state, f"the job can never start: {reason}", True, folder)
         return QueuedJob(state, f"{name}: waits for {reason}", name=folder)
     is_said = name == "SUSPENDED" or (state in (State.CANCELLED, State.FAILED) and name != "FAILED")
     return QueuedJob(state, f"Slurm reports {shown}" if is_said else "", name=folder)
