@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from docs.tools import browser
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli.output import write_output
 from torchx_monarch.cli.report import read_stacks
 from torchx_monarch.insight import events
 from torchx_monarch.insight.events import Event
-from torchx_monarch.insight.report_page import render, rows_of, shares, ticks
+from torchx_monarch.insight.report_page import legend, render, rows_of, shares, ticks
 from torchx_monarch.insight.timeline import Timeline, build, lost_seconds
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 
@@ -105,11 +106,17 @@ def test_lost_time_is_that_of_the_outages() -> None:
 
 
 def test_a_hang_begins_when_ranks_begin_to_wait() -> None:
-    hangs = [event(115, "hang", waited=5.0), event(116, "hang", waited=1e12), event(118, "hang_end", waited=8.0)]
+    hangs = [
+        event(115, "hang", waited=5.0, ranks="1"),
+        event(116, "hang", waited=1e12),
+        event(118, "hang_end", waited=8.0),
+    ]
     happened = [*RESTARTED[:6], *hangs, event(120, "hang"), event(121, "failure", failed_at=120.5)]
     timeline = build(happened, ROLE, end=122.0)
     check(timeline)
     shown = [("running", 110), ("hang", 118), ("running", 120), ("hang", 120.5), ("stopping", 122)]
+    assert [style for _, style in rows_of(timeline)[2].bars] == ["ranks", "failed", "hang"]  # of rank 1
+    assert ("hang", "hang, also of the rank that others wait for") in legend(rows_of(timeline))
     assert phases(timeline)[-5:] == shown
     assert lost_seconds(timeline, "t")["hang"] == pytest.approx(8.5)
 
@@ -216,7 +223,8 @@ def page(timeline: Timeline) -> str:
     values: dict[str, object] = {
         **texts,
         "facts": [(HOSTILE, HOSTILE)],
-        "rows": rows_of(timeline),
+        "rows": (rows := rows_of(timeline)),
+        "legend": legend(rows),
         "ticks": ticks(timeline.job.seconds),
         "roles": [{"name": HOSTILE, "lost": HOSTILE, "shares": shares(timeline, "t")}],
         "runs": timeline.spans_of("run"),
@@ -274,7 +282,7 @@ def test_the_picture_has_a_row_for_each_rank_and_folds_many_by_host() -> None:
     restarted = build(RESTARTED, ROLE, end=999.0)
     rows = rows_of(restarted)
     assert [row.label for row in rows] == ["phases", "attempts", "rank 0", "rank 1", "rank 2"]
-    assert [style for _, style in rows[3].bars] == ["import", "failed", "running"]
+    assert [style for _, style in rows[3].bars] == ["ranks", "failed", "running"]
     assert [style for _, style in rows[4].bars] == ["stopped", "running"]
     assert [moment.kind for moment in rows[0].marks] == ["failure"]
     text = page(restarted)
@@ -300,6 +308,19 @@ def test_the_axis_has_round_times(seconds: float, labels: list[str] | None) -> N
     shown = re.findall(r'<text x="([\d.]+)%".*>(.*)</text>', page(timeline))
     assert labels is None or [label for _, label in shown] == labels
     assert len(shown) <= 10 and all(0 <= float(left) <= 100 for left, _ in shown)
+
+
+def test_the_axis_has_room_on_a_phone(tmp_path: Path) -> None:
+    if (path := browser.find()) is None:
+        pytest.skip("no Chromium on this machine (apt-get install chromium)")
+    places = "[...document.querySelectorAll('.axis text')].map(text => text.getBoundingClientRect())"
+    beside = "places.filter(({width}) => width).every(({right}, at, all) => !all[at + 1] || right < all[at + 1].left)"
+    drawn = tmp_path / "page.html"
+    with browser.started(path) as opened:
+        for seconds in (7.6, 239.0, 895.0, 28000.0):
+            drawn.write_text(page(build(START, ROLE, end=100.0 + seconds)))
+            opened.open(drawn, 390, 800)
+            assert opened.evaluate(f"(places => {beside})({places})"), seconds
 
 
 def write(path: Path, data: bytes) -> None:

@@ -16,7 +16,7 @@ from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
 from torchx_monarch.cli.output import STDOUT, add_json, print_json, write_output
 from torchx_monarch.cli.status import facts, show_when, state_and_time
-from torchx_monarch.insight.report_page import Curve, curves, render, rows_of, shares, ticks
+from torchx_monarch.insight.report_page import Curve, curves, legend, render, rows_of, shares, ticks
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.insight.timeline import PHASES, Timeline, lost_seconds
 from torchx_monarch.schedulers.job_metrics import AttemptMetrics
@@ -81,7 +81,8 @@ def page_of(job: JobFacts, live: str = "") -> str:
         "traceback": printable(status.traceback),
         "log": one_line(status.log or "") if status.log != status.log_folder else "",
         "facts": _facts(status),
-        "rows": rows_of(timeline),
+        "rows": (rows := rows_of(timeline)),
+        "legend": legend(rows),
         "ticks": ticks(timeline.job.seconds),
         "roles": [
             {"name": span.name, "lost": _lost(timeline, span.name), "shares": shares(timeline, span.name)}

@@ -84,11 +84,23 @@ def _rows_of_ranks(timeline: Timeline, role: str, prefix: str) -> list[BarRow]:
     for span in timeline.spans_of("import", role):
         imports[span.replica].append(span)
     rows: dict[tuple[int | None, str], list[tuple[Span, str]]] = {}
+    hangs = [phase for phase in timeline.spans_of("phase", role) if phase.awaited]
     for span in sorted(ranks, key=lambda span: (span.replica or 0, span.number)):
         place = (span.replica, f"host {span.replica}" if is_folded else span.name)
-        bars = rows.setdefault(place, [(imported, "import") for imported in imports[span.replica]])
+        bars = rows.setdefault(place, [(imported, "ranks") for imported in imports[span.replica]])
         bars.append((span, _outcome(span)))
+        for hang in hangs:
+            if hang.parent is span.parent and any(span.number in ranks for ranks in hang.awaited):
+                bars.append((hang, "hang"))
     return [BarRow(prefix + name, bars) for (_, name), bars in rows.items()]
+
+
+def legend(rows: Sequence[BarRow]) -> list[tuple[str, str]]:
+    """Return the colours of the bars in these rows, as the names of styles, with their meanings."""
+    meanings = {_style(name): name for name in PHASES}
+    meanings |= {"ranks": "ranks start, torch is imported", "hang": "hang, also of the rank that others wait for"}
+    used = {"running" if style in _ENDS else style for row in rows for _, style in row.bars}
+    return [(style, meaning) for style, meaning in meanings.items() if style in used]
 
 
 def ticks(seconds: float) -> list[float]:
@@ -167,7 +179,9 @@ def _curve(name: str, attempts: Sequence[Sequence[Point]]) -> Curve | None:
         return round(width * (point.step - first) / ((last - first) or 1), 1)
 
     def points_of(points: Sequence[Point], which: int) -> list[str]:
-        downs = (height * (high - point.metrics[name][which]) / ((high - low) or 1.0) for point in points)
+        scale = height / (high - low) if high > low else 0.0
+        top = 0.0 if scale else height / 2  # a value that never changes is a line in the middle
+        downs = (top + scale * (high - point.metrics[name][which]) for point in points)
         return [f"{across(point)},{down:.1f}" for point, down in zip(points, downs, strict=True)]
 
     return Curve(
@@ -187,8 +201,11 @@ def _style(phase: str) -> str:
     return phase.replace(" ", "-")
 
 
-_STYLES = [*map(_style, PHASES), "import", "attempt", "failed", "stopped"]
+_STYLES = [*map(_style, PHASES), "attempt"]
 """The names of the colours."""
+
+_ENDS = ("failed", "stopped")
+"""How a rank or run may have ended: a mark, at the end of a bar in the colour of those that ran."""
 
 
 def _outcome(span: Span) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from torchx_monarch.insight.events import Event
+from torchx_monarch.insight.rank_sample import parse_ranks
 from torchx_monarch.model.codec import DecodeError, Seconds, decode
 from torchx_monarch.model.job_result import StepsDone
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
@@ -101,6 +102,7 @@ class Span:
         log_attempt: N of the log folders ``attempt_N`` of an attempt; None for other kinds, or if it is not known.
         is_recorded: whether the end of the ranks of an attempt is known.
         steps: the steps that all its ranks had done then; None for other kinds, or if they are not known.
+        awaited: the ranks for which the others wait in a hang; empty for other spans.
     """
 
     kind: str
@@ -118,6 +120,7 @@ class Span:
     log_attempt: int | None = None
     is_recorded: bool = False
     steps: StepsDone | None = None
+    awaited: tuple[range, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -329,6 +332,9 @@ class _RoleReader:
             if "max_restarts" in event:  # a restart on a spare host, in the place of a lost one, uses up none
                 view.restarts, view.max_restarts = view.restarts + 1, event["max_restarts"]
         self._change_phase(kind, time)
+        if kind == "hang":
+            with contextlib.suppress(ValueError):
+                view.phase.awaited += parse_ranks(event.get("ranks", ""))
         if kind == "run_end" and self._run is not None and self._run.number == event.get("run"):
             self._run.end, self._run.code = time, event.get("code")
             self._run = None
