@@ -156,8 +156,10 @@ class _Site:
 
     async def _logs(self, request: Request) -> Response:
         query, handle = request.query_params, _handle(request)
-        lines = deque([line async for line in _log_lines(request, follow=False)], _LINES)
-        shown = {"handle": handle, "rank": query.get("rank", ""), "search": query.get("q", ""), "lines": lines}
+        shown: dict[str, Any] = {"handle": handle, "rank": query.get("rank", ""), "search": query.get("q", "")}
+        if "plain" in query:  # a browser without JavaScript; others get the lines from ``_lines``
+            shown["lines"] = deque([line async for line in _log_lines(request, follow=False)], _LINES)
+        shown["plain"] = urlencode({**query, "plain": 1})
         return _page("logs", title=f"Logs of {one_line(handle)}", query=urlencode({"handle": handle}), **shown)
 
     async def _lines(self, request: Request) -> Response:

@@ -8,6 +8,7 @@ function follow(path, show) {
   const source = new EventSource(path + location.search);
   source.onmessage = (event) => show(JSON.parse(event.data));
   source.addEventListener("end", () => source.close());
+  return source;
 }
 
 function showJob(html) {
@@ -31,11 +32,5 @@ function showLine(lines, text) {
 
 const lines = document.getElementById("lines");
 if (location.pathname === "/job") follow("/changes", showJob);
-if (lines) {
-  let isFirst = true;
-  follow("/lines", (text) => {
-    if (isFirst) lines.replaceChildren();  // what is there comes again
-    isFirst = false;
-    showLine(lines, text);
-  });
-}
+// After a break all lines come again.
+if (lines) follow("/lines", (text) => showLine(lines, text)).onopen = () => lines.replaceChildren();
