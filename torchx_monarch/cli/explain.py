@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torchx.specs import Role
+
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import root_cause
@@ -48,6 +50,7 @@ _CRASH = re.compile(r"Current thread .*\(most recent call first\):\n((?:.*  File
 """What faulthandler writes when a signal ends an interpreter; the log has prefixes before its lines."""
 
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
+
 
 _SECRET_NAME = r"[\w.-]*(?:token|secret|passw(?:or)?d|(?:api|access|private)[_-]?key|credential)[\w.-]*"
 _SECRETS = (
@@ -205,21 +208,30 @@ def _kind_of(cause: str) -> str:
 
 def _differences(before: AppSnapshot, now: AppSnapshot) -> Iterator[str]:
     """Yield in what an app differs from an earlier one, as they were submitted; no values of variables."""
-    if before.app is None or now.app is None:
+    for role, what, was, value in submitted_differences(before, now):
+        is_variable = what.startswith("variable ")
+        known = f"the {what} differs" if is_variable else f"{what} was {was or 'none'}, is {value or 'none'}"
+        yield f"role {role}: {known}"
+
+
+def submitted_differences(one: AppSnapshot, other: AppSnapshot) -> Iterator[tuple[str, str, str, str]]:
+    """Yield in what two apps differ as they were submitted: the role, what, and both texts; secrets are masked."""
+    if one.app is None or other.app is None:
         return
-    old, new = ({role.name: role for role in app.roles} for app in (before.app, now.app))
-    yield from (f"role {name} is new" for name in sorted({*new} - {*old}))
-    yield from (f"role {name} is gone" for name in sorted({*old} - {*new}))
-    for name in sorted({*old} & {*new}):
-        one, other = old[name], new[name]
-        words = " ".join([one.entrypoint, *one.args]), " ".join([other.entrypoint, *other.args])
-        pairs = [("command", *words)]
-        pairs += [(field, str(getattr(one, field)), str(getattr(other, field))) for field in ("image", "num_replicas")]
-        pairs += [("resource", str(one.resource), str(other.resource))]
-        yield from (f"role {name}: {what} was {was}, is {value}" for what, was, value in pairs if was != value)
-        changed = {key for key in {*one.env, *other.env} if one.env.get(key) != other.env.get(key)}
-        own = sorted(key for key in changed if not key.startswith("TORCHX_"))
-        yield from (f"role {name}: the variable {key} differs" for key in own)
+    first, second = ({role.name: _submitted(role) for role in app.roles} for app in (one.app, other.app))
+    for role in dict.fromkeys((*first, *second)):
+        before, now = first.get(role, {}), second.get(role, {})
+        for what in dict.fromkeys((*before, *now)):
+            if before.get(what) != now.get(what):
+                yield one_line(role), what, before.get(what, ""), now.get(what, "")
+
+
+def _submitted(role: Role) -> dict[str, str]:
+    found = {"command": " ".join([role.entrypoint, *role.args])}
+    found |= {name: str(getattr(role, name)) for name in ("image", "num_replicas", "resource")}
+    own = {name: value for name, value in role.env.items() if not name.startswith("TORCHX_")}
+    masked = {f"variable {name}": mask(f"{name}={value}")[len(name) + 1 :] for name, value in sorted(own.items())}
+    return {what: one_line(mask(text), 1000) for what, text in {**found, **masked}.items()}
 
 
 def render(found: Explanation) -> list[str]:

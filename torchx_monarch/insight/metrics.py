@@ -122,14 +122,20 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 def sparkline(values: Sequence[float], width: int) -> str:
     """Return a line of at most ``width`` characters whose heights are values; empty for fewer than two."""
-    if len(values) < 2:
-        return ""
     width = min(width, len(values))
     ends = [len(values) * (at + 1) // width for at in range(width)]
-    shown = [values[end - 1] for end in ends]
-    low, high = min(shown), max(shown)
+    return "" if len(values) < 2 else sparklines([[values[end - 1] for end in ends]])[0]
+
+
+def sparklines(series: Sequence[Sequence[float | None]]) -> list[str]:
+    """Return lines whose heights are values, all on one scale; None leaves a character free."""
+    known = [value for values in series for value in values if value is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
     scale = (len(_LEVELS) - 1) / (high - low or 1.0)
-    return "".join(_LEVELS[round((value - low) * scale)] for value in shown)
+    return [
+        "".join(" " if value is None else _LEVELS[round((value - low) * scale)] for value in values)
+        for values in series
+    ]
 
 
 class MetricsFile:

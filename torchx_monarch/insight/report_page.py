@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from torchx_monarch.insight.metrics import Point, with_speed
+from torchx_monarch.insight.metrics import Point
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.insight.timeline import PHASES, Moment, Span, Timeline
 
@@ -47,7 +47,7 @@ def templates() -> Environment:
         loader=files, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["duration"] = show_duration
-    environment.filters["value"] = lambda value: f"{value:.4g}"
+    environment.filters["value"] = lambda value: "unknown" if value is None else f"{value:.4g}"
     return environment
 
 
@@ -138,13 +138,14 @@ _MAX_CURVES = 8
 
 
 class Curve(NamedTuple):
-    """A metric over the steps of a job.
+    """A metric over the steps of a job, or of several.
 
     Attributes:
         low, high: the limits of the picture, the smallest and the largest value.
-        lines: the last values of each attempt, as points of a polyline.
+        last: the last value of each job; None of one that has not reported the metric.
+        lines: the last values of each attempt, as points of a polyline, with the number of the job.
         bands: between the smallest and the largest values that a point stands for, as points of a polygon.
-        starts: where attempts after the first begin.
+        starts: where attempts of the first job after its first begin.
     """
 
     name: str
@@ -152,23 +153,28 @@ class Curve(NamedTuple):
     last_step: int
     low: float
     high: float
-    last: float
-    lines: Sequence[str]
-    bands: Sequence[str]
+    last: Sequence[float | None]
+    lines: Sequence[tuple[int, str]]
+    bands: Sequence[tuple[int, str]]
     starts: Sequence[float]
 
 
-def curves(attempts: Sequence[Sequence[Point]]) -> list[Curve]:
-    """Return the curves of what the attempts of a role or run have reported, and of their steps per second."""
-    timed = [with_speed(points) for points in attempts]
-    names = list(dict.fromkeys(name for points in timed for point in points for name in point.metrics))
-    return [curve for name in names[:_MAX_CURVES] if (curve := _curve(name, timed)) is not None]
+def curves(*jobs: Sequence[Sequence[Point]]) -> list[Curve]:
+    """Return the curves of what the attempts of a role or run have reported, those of several jobs over each other."""
+    names = dict.fromkeys(
+        name for attempts in jobs for points in attempts for point in points for name in point.metrics
+    )
+    return [curve for name in [*names][:_MAX_CURVES] if (curve := _curve(name, jobs)) is not None]
 
 
-def _curve(name: str, attempts: Sequence[Sequence[Point]]) -> Curve | None:
-    having = [[point for point in points if name in point.metrics] for points in attempts]
-    having = [points for points in having if points]
-    every = [point for points in having for point in points]
+def _curve(name: str, jobs: Sequence[Sequence[Sequence[Point]]]) -> Curve | None:
+    having = [
+        (job, found)
+        for job, attempts in enumerate(jobs)
+        for points in attempts
+        if (found := [point for point in points if name in point.metrics])
+    ]
+    every = [point for _, points in having for point in points]
     if len(every) < 2:
         return None
     low, high = min(point.metrics[name][0] for point in every), max(point.metrics[name][1] for point in every)
@@ -184,16 +190,17 @@ def _curve(name: str, attempts: Sequence[Sequence[Point]]) -> Curve | None:
         downs = (top + scale * (high - point.metrics[name][which]) for point in points)
         return [f"{across(point)},{down:.1f}" for point, down in zip(points, downs, strict=True)]
 
+    ends = {job: points[-1].metrics[name][2] for job, points in having}
     return Curve(
         name=name,
         first_step=first,
         last_step=last,
         low=low,
         high=high,
-        last=every[-1].metrics[name][2],
-        lines=[" ".join(points_of(points, 2)) for points in having],
-        bands=[" ".join(points_of(points, 0) + points_of(points, 1)[::-1]) for points in having],
-        starts=[across(points[0]) for points in having[1:]],
+        last=[ends.get(job) for job in range(len(jobs))],
+        lines=[(job, " ".join(points_of(points, 2))) for job, points in having],
+        bands=[(job, " ".join(points_of(points, 0) + points_of(points, 1)[::-1])) for job, points in having],
+        starts=[across(points[0]) for job, points in having if job == 0][1:],
     )
 
 

@@ -53,9 +53,9 @@ class AttemptMetrics:
 
 
 def trends(attempts: Sequence[AttemptMetrics]) -> list[MetricTrend]:
-    """Return how the metrics of the last role or run have changed in all its attempts, and the speed of its steps."""
+    """Return how the metrics of the last role or run have changed in all its attempts."""
     own = [attempt for attempt in attempts if (attempt.role, attempt.run) == (attempts[-1].role, attempts[-1].run)]
-    points = [point for attempt in own for point in with_speed(attempt.points)]
+    points = [point for attempt in own for point in attempt.points]
     series: dict[str, list[float]] = {}
     for point in points:
         for name, (_, _, last) in point.metrics.items():
@@ -64,7 +64,7 @@ def trends(attempts: Sequence[AttemptMetrics]) -> list[MetricTrend]:
 
 
 def read_metrics(folder: str | None, timeline: Timeline, rank: int | None = None) -> list[AttemptMetrics]:
-    """Return what a rank has reported in each attempt, in the order of time.
+    """Return what a rank has reported in each attempt, with the speed of its steps, in the order of time.
 
     Args:
         folder: the folder of the job's logs; None if this machine does not have it: then nothing is known.
@@ -80,6 +80,6 @@ def read_metrics(folder: str | None, timeline: Timeline, rank: int | None = None
             if points := read_points(str(paths[number].parent), below=folder):
                 around = attempt.parent
                 run = around.number if around is not None and around.kind == "run" else 0
-                found.append(AttemptMetrics(attempt.role, run, attempt.number, number, points))
+                found.append(AttemptMetrics(attempt.role, run, attempt.number, number, with_speed(points)))
                 break
     return found

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchx monarch compare``: two jobs, their curves over each other, and in what they differ."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+
+from torchx_monarch.cli.explain import mask, submitted_differences
+from torchx_monarch.cli.handles import HELP, resolve
+from torchx_monarch.cli.jobs import JobFacts, opened_job
+from torchx_monarch.cli.output import add_json, print_json, write_output
+from torchx_monarch.cli.status import facts, headline
+from torchx_monarch.insight.metrics import Point, sparklines
+from torchx_monarch.insight.report_page import CURVE_SIZE, curves, templates
+from torchx_monarch.system.untrusted_text import one_line
+
+_WIDTH = 48
+"""Characters of a curve."""
+
+_COMPARED = (
+    "cause",
+    "raised",
+    "hang",
+    "exit code",
+    "restarts",
+    "hosts",
+    "excluded",
+    "last failure",
+    "steps",
+    "goodput",
+)
+"""The facts of a status that are compared."""
+
+Jobs = tuple[JobFacts, JobFacts]
+
+Difference = tuple[str, str, str]
+"""In what two jobs differ, and what it is of each."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("handle", metavar="A", help=HELP)
+    parser.add_argument("other", metavar="B", help="the app to compare it with, named likewise")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write a page to this file; - for stdout")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the comparison, or write the page."""
+    with opened_job(args.handle) as one, opened_job(resolve(args.other)) as other:
+        jobs = one.read(), other.read()
+    differing = [*differences(*jobs)]
+    if args.output:
+        write_output(args.output, _page(jobs, differing))
+    elif args.json:
+        print_json(
+            {
+                "jobs": [job.status.to_json() for job in jobs],
+                "metrics": [
+                    {"name": name, "step": step, "values": values}
+                    for name, (step, values) in _at_last_step(jobs).items()
+                ],
+                "differences": [{"what": what, "values": values} for what, *values in differing],
+            }
+        )
+    else:
+        print("\n".join(_lines(jobs, differing)))
+
+
+def differences(one: JobFacts, other: JobFacts) -> Iterator[Difference]:
+    """Yield in what two jobs differ, with the texts of both: how they went, where, and what was submitted."""
+    texts: list[Mapping[str, str]] = []
+    for job in (one, other):
+        stated: dict[str, str] = {}
+        for title, text in facts(job.status, on_page=True):
+            stated[title] = f"{stated[title]}; {text}" if title in stated else text
+        machines = dict.fromkeys(replica.host for replica in job.status.replicas or () if replica.host)
+        texts.append({**stated, "machines": ", ".join(machines)})
+    for title in (*_COMPARED, "machines"):
+        first, second = (stated.get(title, "") for stated in texts)
+        if first != second:
+            yield title, mask(first), mask(second)
+    several = len(one.status.roles) > 1
+    for role, what, first, second in submitted_differences(one.app, other.app):
+        yield one_line(f"{role} {what}" if several else what), first, second
+
+
+# -- curves ------------------------------------------------------------------------------------------------------------
+
+
+def _last_series(job: JobFacts) -> list[Sequence[Point]]:
+    """Return the points of the attempts of the job's last role or run that has reported metrics."""
+    last = job.metrics[-1:]
+    return [found.points for found in job.metrics if (found.role, found.run) == (last[0].role, last[0].run)]
+
+
+def _values(job: JobFacts) -> dict[str, dict[int, float]]:
+    """Return the values of each metric by step; those of the last attempt count."""
+    found: dict[str, dict[int, float]] = {}
+    for points in _last_series(job):
+        for point in points:
+            for name, (_, _, last) in point.metrics.items():
+                found.setdefault(name, {})[point.step] = last
+    return found
+
+
+def _at_last_step(jobs: Jobs) -> dict[str, tuple[int, list[float | None]]]:
+    """Return the last step to which both jobs have come, and their values there, for each metric that both have."""
+    one, other = map(_values, jobs)
+    steps = {name: min(max(one[name]), max(other[name])) for name in one if name in other}
+    return {name: (step, [_until(values[name], step) for values in (one, other)]) for name, step in steps.items()}
+
+
+def _until(values: Mapping[int, float], step: int) -> float | None:
+    """Return the value at a step, or at the last one before it; None without one."""
+    return values[max(found)] if (found := [at for at in values if at <= step]) else None
+
+
+# -- for people --------------------------------------------------------------------------------------------------------
+
+
+def _lines(jobs: Jobs, differing: Sequence[Difference]) -> Iterator[str]:
+    yield from (f"{letter}  {headline(job.status)}" for letter, job in zip("AB", jobs, strict=True))
+    rows = [*_curves(jobs), *differing]
+    width = max((len(title) for title, _, _ in rows), default=0)
+    for title, first, second in rows:
+        yield f"  {one_line(title).ljust(width)}  A  {first}".rstrip()
+        yield f"  {''.ljust(width)}  B  {second}".rstrip()
+    if not differing:
+        yield "  nothing else differs that is known of both"
+
+
+def _curves(jobs: Jobs) -> Iterator[Difference]:
+    """Yield for each metric the curves of both jobs, over the same steps and on one scale."""
+    values, common = [*map(_values, jobs)], _at_last_step(jobs)
+    for name in dict.fromkeys((*values[0], *values[1])):
+        of_jobs = [found.get(name, {}) for found in values]
+        steps = [*of_jobs[0], *of_jobs[1]]
+        first, last = min(steps), max(steps)
+        width = min(_WIDTH, last - first + 1)
+        ends = [first + (last - first + 1) * (at + 1) // width - 1 for at in range(width)]
+        drawn = sparklines([[_until(own, end) if own and end <= max(own) else None for end in ends] for own in of_jobs])
+        texts = []
+        for at, own in enumerate(of_jobs):
+            text = f"{drawn[at]}  {own[max(own)]:.4g} at step {max(own)}" if own else ""
+            if name in common and (found := common[name][1][at]) is not None and common[name][0] < max(own):
+                text += f", {found:.4g} at step {common[name][0]}"
+            texts.append(text)
+        yield name, texts[0], texts[1]
+
+
+def _page(jobs: Jobs, differing: Sequence[Difference]) -> str:
+    return (
+        templates()
+        .get_template("compare.html")
+        .render(
+            jobs=[{"state": job.status.state, "text": headline(job.status)} for job in jobs],
+            curves=curves(*map(_last_series, jobs)),
+            curve_size=CURVE_SIZE,
+            differences=differing,
+        )
+    )
