@@ -32,7 +32,8 @@ from torchx.specs import (
 from tests.waits import WITHIN, until
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local import folder, gpus, render
+from torchx_monarch.backends.local import folder, gpus
+from torchx_monarch.backends.local.backend import LocalBackend, LocalOpts
 from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.insight import events
 from torchx_monarch.insight.progress import Reporter
@@ -146,7 +147,7 @@ def test_gpus_that_are_not_there_or_not_divided(
 
 @pytest.mark.parametrize("name", ["a", "a/b", "", "..", "-x", "\u540d\u524d", "x" * 300, "a b\n"])
 def test_app_ids(name: str) -> None:
-    app_id = render.render(AppDef(name, []), [], grace=1).app_id
+    app_id = LocalBackend().render(AppDef(name, []), SubmittedApp(AppDef(name, []), []), LocalOpts()).app_id
     assert state_files.is_app_id(app_id)
     assert app_id[0] not in "-." and len(app_id) < 130
 

@@ -164,7 +164,7 @@ def test_only_hosts_get_the_credentials(runner: Runner) -> None:
     ]
     request = rendered(runner, AppDef("app", roles), hosts=["a", "b"])
     environments = [
-        request.of_replica(role, k, "name", ["10.0.0.1", "10.0.0.2"], "secret").roles[0].replicas[0].env
+        request.of_replica(role, k, "name", ["10.0.0.1", "10.0.0.2"], "secret").roles[0].env
         for role, k in ((0, 0), (0, 1), (1, 0))
     ]
     assert [env.get("MONARCH_CREDENTIALS") for env in environments] == ["secret", "secret", None]
@@ -266,7 +266,7 @@ def test_the_home_folder_is_no_workspace(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert current_workspace() is None
     (tmp_path / "code").mkdir()
     request = rendered(runner, app("true", "${img_root}", workspace=Workspace({f"{tmp_path}/code": ""})), hosts=["a"])
-    assert request.workspaces == [{f"{tmp_path}/code": ""}] and request.roles[0].replicas[0].args[-2:] == ["true", "."]
+    assert request.workspaces == [{f"{tmp_path}/code": ""}] and request.roles[0].filled("", 0)[0][-2:] == ["true", "."]
     monkeypatch.chdir("code")
     assert current_workspace() == f"{tmp_path}/code"
 

@@ -24,8 +24,8 @@ from torchx_monarch.backends.core import state_files, stored_apps
 from torchx_monarch.backends.core.errors import RemoveError, StateAccessError, StateDirError, UserError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import submit
+from torchx_monarch.backends.local.backend import LocalBackend, LocalOpts
 from torchx_monarch.backends.local.record import SupervisorRecord
-from torchx_monarch.backends.local.render import render
 from torchx_monarch.backends.slurm.backend import SlurmBackend
 from torchx_monarch.cli import prune
 from torchx_monarch.insight import events
@@ -43,7 +43,7 @@ def app(name: str, state: State = State.SUCCEEDED, ended: float | None = None) -
     """Write the folder of an app; no process runs."""
     definition = AppDef(name, [Role("r", image="", entrypoint="true")])
     submitted = SubmittedApp(definition, [RoleSpec("r")])
-    request = render(definition, submitted.roles, grace=5.0)
+    request = LocalBackend().render(definition, submitted, LocalOpts(grace=5))
     request, lock = submit._make_folder(request, submitted.to_json(), lambda root: None, time.time())
     os.close(lock)
     paths = state_files.app_paths(request.app_id)
@@ -143,7 +143,7 @@ def test_another_users_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
         scheduler.list()
     definition = AppDef("mine", [Role("r", image="", entrypoint="true")])
     submitted = SubmittedApp(definition, [RoleSpec("r")])
-    request = render(definition, submitted.roles, grace=5.0)
+    request = LocalBackend().render(definition, submitted, LocalOpts(grace=5))
     with pytest.raises(StateDirError, match="belongs to .*MONARCH_STATE_DIR"):
         submit.submit(request, submitted.to_json())
     with pytest.raises(OSError, match="belongs to"):

@@ -22,7 +22,7 @@ from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import replica as replica_module
-from torchx_monarch.supervisor.replica import Replica, ReplicaRequest
+from torchx_monarch.supervisor.replica import Replica
 from torchx_monarch.system import processes
 
 
@@ -55,7 +55,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
     monkeypatch.setattr(processes, "own_descendants", lambda job: [])
 
     def made(*specs: RoleSpec) -> Loop:
-        roles = [RoleRequest(spec, [ReplicaRequest(["x"], {}, "/")] * spec.replicas) for spec in specs]
+        roles = [RoleRequest(spec, ["x"], {}, "/") for spec in specs]
         paths = state_files.app_paths("x")
         for spec in specs:
             for replica in range(spec.replicas):

@@ -35,18 +35,6 @@ EXIT_NOT_STARTED = 127
 
 
 @dataclass
-class ReplicaRequest:
-    """One process to start, with ``env`` over the submitter's environment.
-
-    The first word of the command is looked up on the PATH of the replica's environment, then in ``cwd``.
-    """
-
-    args: list[str]
-    env: dict[str, str]
-    cwd: str
-
-
-@dataclass
 class ReplicaRecord:
     """One replica, in its latest start.
 
@@ -88,7 +76,8 @@ class Replica:
         self,
         role_index: int,
         spec: RoleSpec,
-        request: ReplicaRequest,
+        command: Sequence[str],
+        cwd: str,
         record: ReplicaRecord,
         log_dir: str,
         env: Mapping[str, str],
@@ -103,7 +92,7 @@ class Replica:
         self.retries = 0
         self.backoff = Backoff()
         self.log = log_files.ReplicaLog(log_dir)
-        self._request = request
+        self._command, self._cwd = command, cwd
         self.env = dict(env)
         self._selector = selector
         self._pipes: dict[IO[bytes], str] = {}
@@ -151,7 +140,7 @@ class Replica:
             (_, stdout), (_, stderr) = pipes.values()
             env[LOG_REFERENCES] = log_references.pipes(stdout, stderr)
             process = processes.spawn(
-                self._request.args, env, self._request.cwd, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
+                self._command, env, self._cwd, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
             )
         except (OSError, ValueError) as e:  # ValueError: a null byte in an argument
             for end, _ in pipes.values():

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from torchx.specs import AppDef, Role
 
 from torchx_monarch.backends import entrypoint
-from torchx_monarch.backends.batch.folder import BatchRequest, BatchRole, JobFolder
+from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder
 from torchx_monarch.backends.batch.job_list import JobList
 from torchx_monarch.backends.batch.options import SubmitOpts
 from torchx_monarch.backends.batch.snapshot import BatchSnapshot, QueuedJob, first_start, has_ended, read_role
@@ -42,7 +42,7 @@ from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.local.folder import remove_app
-from torchx_monarch.backends.local.render import safe_name, working_folder
+from torchx_monarch.backends.local.render import role_request, safe_name
 from torchx_monarch.insight import events
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.env_names import JOB_VARIABLES
@@ -191,7 +191,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: O) -> BatchRequest:
         folder = JobFolder(self.new_folder(app.name, self.root))
-        roles = [batch_role(role, spec) for role, spec in zip(app.roles, submitted.roles, strict=True)]
+        roles = [role_request(role, spec, role.image) for role, spec in zip(app.roles, submitted.roles, strict=True)]
         commands = [list(self.submit_command(job, options)) for job in self._jobs(folder, app.roles, options)]
         return BatchRequest(app.name, folder.root, roles, commands, float(options.grace))
 
@@ -465,11 +465,6 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         except OSError as error:
             raise RemoveError(app.app_id, app.folder.root, error) from None
         state_files.remove_file(os.path.join(self._index, app.app_id))
-
-
-def batch_role(role: Role, spec: RoleSpec) -> BatchRole:
-    """Return the role of a request."""
-    return BatchRole(spec, [role.entrypoint, *role.args], dict(role.env), working_folder(role), role.image)
 
 
 def _job(queued: Mapping[str, QueuedJob], job_id: str) -> QueuedJob | None:

@@ -15,29 +15,11 @@ from typing import Any, TypeVar
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local.record import SupervisorRecord
+from torchx_monarch.backends.local.request import RoleRequest
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.role_spec import RoleSpec
 
 R = TypeVar("R", bound="BatchRequest")
-
-
-@dataclass
-class BatchRole:
-    """One role.
-
-    Attributes:
-        spec: how it ends and restarts.
-        command: program and arguments, with TorchX's macros, which each task replaces.
-        env: variables over those of the job, with macros as well.
-        cwd: the working directory.
-        image: the value of the macro ``img_root``.
-    """
-
-    spec: RoleSpec
-    command: list[str]
-    env: dict[str, str]
-    cwd: str
-    image: str = ""
 
 
 @dataclass
@@ -54,7 +36,7 @@ class BatchRequest:
 
     name: str
     folder: str
-    roles: list[BatchRole]
+    roles: list[RoleRequest]
     commands: list[list[str]]
     grace: float = 30.0
 
@@ -87,7 +69,7 @@ class JobFolder(state_files.AppPaths):
         """Return the records of the replicas of a role, by replica (``ReplicaFolder.load_record``)."""
         return [self.replica(spec.name, k).load_record() for k in range(spec.replicas)]
 
-    def clear(self, roles: Sequence[BatchRole]) -> None:
+    def clear(self, roles: Sequence[RoleRequest]) -> None:
         """Write files without content that others look for again and again.
 
         NFS tells about a new content at once, when a file is opened, but about a new file after up to a minute.

@@ -13,9 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from string import Template
 
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder, R, ReplicaFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob, first_start, read_role
@@ -23,14 +21,13 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import SETTLE, count_restarts, pending_stop, reduce
 from torchx_monarch.backends.local.record import SupervisorRecord
-from torchx_monarch.backends.local.request import RoleRequest, SupervisorRequest
+from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
 from torchx_monarch.insight.job_end import JobEnd
 from torchx_monarch.model.env_names import RANK0_HOST, replica0_variable
 from torchx_monarch.model.job_result import shell_code
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor.replica import ReplicaRequest
 from torchx_monarch.system import processes, run_dirs, safe_files
 
 APP_ID = "MONARCH_APP_ID"
@@ -131,7 +128,14 @@ def main(folder: str, role: str, number: str) -> int:
     os.makedirs(paths.root, mode=0o700, exist_ok=True)
     given_id = os.environ.pop(APP_ID, "")
     app_id = given_id or job.app_id
-    request = _request(stored, int(role), replica, app_id, run_dirs.new_run_dir())
+    only = replace(
+        stored.roles[int(role)],
+        spec=replace(spec.alone(), on_end=stored.roles[0].spec.on_end),
+        first=replica,
+    )
+    marker = f"{app_id}:{os.path.basename(stored.folder)}"
+    run_dir = run_dirs.new_run_dir()
+    request = SupervisorRequest(app_id, stored.name, [only], stored.grace, run_dir, marker, networked=True)
     record = _new_record(paths, request, node)
     with contextlib.suppress(OSError):  # a full disk
         safe_files.make_reserve(paths.reserve, record.reserve_bytes)
@@ -139,8 +143,7 @@ def main(folder: str, role: str, number: str) -> int:
     hosts = _await_replica0_hosts(job, stored)
     if int(role) == replica == 0 and job.load_stop() is None:
         events.append(job.events, "job_started", f"the app runs; its first replica is on {node}")
-    (only,) = request.roles[0].replicas
-    only.env = {**hosts, "MONARCH_EVENTS": job.events, **only.env}
+    only.env = {**hosts, "MONARCH_EVENTS": job.events.replace("$", "$$"), **only.env}
     processes.become_subreaper()
     processes.raise_file_limit()
     for signum in (signal.SIGUSR1, signal.SIGUSR2):  # for the ranks, if a batch system signals all processes of a job
@@ -164,28 +167,6 @@ def read_request_or_exit(kind: type[R], job: JobFolder) -> R:
     if stored is None:
         sys.exit(f"node {os.uname().nodename} cannot read {job.request}: all nodes must see that folder")
     return stored
-
-
-def _request(stored: BatchRequest, index: int, replica: int, app_id: str, run_dir: str) -> SupervisorRequest:
-    role = stored.roles[index]
-    values = {"img_root": role.image, "app_id": app_id, "replica_id": str(replica), "rank0_env": RANK0_HOST}
-    command, env = substitute(role.command, role.env, values)
-    spec = replace(role.spec.alone(), on_end=stored.roles[0].spec.on_end)
-    only = RoleRequest(spec, [ReplicaRequest(command, env, role.cwd)], first=replica)
-    job = f"{app_id}:{os.path.basename(stored.folder)}"
-    return SupervisorRequest(app_id, stored.name, [only], stored.grace, run_dir, job, networked=True)
-
-
-def substitute(
-    command: Sequence[str], env: Mapping[str, str], values: Mapping[str, str]
-) -> tuple[list[str], dict[str, str]]:
-    """Replace TorchX's macros as ``torchx.specs.macros.Values`` does, and return command and environment."""
-
-    def fill(text: str) -> str:
-        return Template(text).safe_substitute(values)
-
-    # TorchX does not replace macros in the entrypoint.
-    return [command[0], *map(fill, command[1:])], {name: fill(value) for name, value in env.items()}
 
 
 def _new_record(paths: ReplicaFolder, request: SupervisorRequest, node: str) -> SupervisorRecord:

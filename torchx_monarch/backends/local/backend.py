@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from torchx.schedulers.ids import make_unique
 from torchx.specs import AppDef
 
 from torchx_monarch.backends.core import state_files
@@ -19,8 +20,9 @@ from torchx_monarch.backends.core.options import MonarchOpts, QueueOpts, check_q
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.local import folder, gpus, machine_queue, render, submit
+from torchx_monarch.backends.local import folder, gpus, machine_queue, submit
 from torchx_monarch.backends.local.record import SupervisorRecord
+from torchx_monarch.backends.local.render import role_request, safe_name
 from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
@@ -70,11 +72,17 @@ class LocalBackend(Backend[LocalOpts, SupervisorRequest, AppSnapshot]):
             elif len(counts) > 1:
                 shared = f"{len(counts)} replicas of this app ask for GPUs, and each will see all {has} of {machine}"
                 _log.warning("%s; -cfg gpus=%d divides so many between them", shared, sum(counts))
-        request = render.render(app, submitted.roles, grace=options.grace)
-        replicas = sum(len(role.replicas) for role in request.roles if not role.spec.sidecar)
+        replicas = sum(spec.replicas for spec in submitted.roles if not spec.sidecar)
         if options.gpus % max(1, replicas):
             raise UserError(f"Run option `gpus` is {options.gpus}, which {replicas} replicas cannot share equally")
-        return replace(request, gpus=options.gpus, slots=options.slots)
+        return SupervisorRequest(
+            app_id=make_unique(safe_name(app.name)),
+            name=app.name,
+            roles=[role_request(role, spec) for role, spec in zip(app.roles, submitted.roles, strict=True)],
+            grace=float(options.grace),
+            gpus=options.gpus,
+            slots=options.slots,
+        )
 
     def show(self, request: SupervisorRequest) -> str:
         return pprint.pformat(asdict(request), indent=2, width=80, sort_dicts=False)

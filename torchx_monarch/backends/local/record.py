@@ -57,7 +57,7 @@ class SupervisorRecord:
     def new(cls, request: SupervisorRequest, created: float, hostname: str, restarts: int = 0) -> SupervisorRecord:
         """Return the record of a request before any replica was started; ``restarts``: earlier starts."""
         roles = [
-            RoleRecord(role.name, [ReplicaRecord(role.first + k, restarts=restarts) for k in range(len(role.replicas))])
+            RoleRecord(role.name, [ReplicaRecord(role.first + k, restarts=restarts) for k in range(role.spec.replicas)])
             for role in request.roles
         ]
         return cls(

@@ -8,24 +8,49 @@ it, so that secrets in the user's shell (tokens, passwords) are not written to d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from string import Template
 
 from torchx_monarch.backends.core import state_files
+from torchx_monarch.model.env_names import RANK0_HOST
 from torchx_monarch.model.role_spec import RoleSpec
-from torchx_monarch.supervisor.replica import ReplicaRequest
 
 
 @dataclass
 class RoleRequest:
-    """One role to run: its processes, by replica id, of which ``first`` is the first id; others run elsewhere."""
+    """One role to run.
+
+    Attributes:
+        spec: how many replicas it has, and how it ends and restarts.
+        command: program and arguments, with TorchX's macros. The program is looked up on the PATH of the replica's
+            environment, then in ``cwd``.
+        env: variables over those of the supervisor, with macros as well.
+        cwd: the working directory.
+        image: the value of the macro ``img_root``.
+        first: the id of its first replica; earlier ones run elsewhere.
+    """
 
     spec: RoleSpec
-    replicas: list[ReplicaRequest]
+    command: list[str]
+    env: dict[str, str]
+    cwd: str
+    image: str = ""
     first: int = 0
 
     @property
     def name(self) -> str:
         """The name of the role."""
         return self.spec.name
+
+    def filled(self, app_id: str, replica: int) -> tuple[list[str], dict[str, str]]:
+        """Return command and environment of a replica: macros are replaced as by ``torchx.specs.macros.Values``."""
+        values = {"img_root": self.image, "app_id": app_id, "replica_id": str(replica), "rank0_env": RANK0_HOST}
+
+        def fill(text: str) -> str:
+            return Template(text).safe_substitute(values)
+
+        # TorchX does not replace macros in the entrypoint.
+        env = {name: fill(value) for name, value in self.env.items()}
+        return [self.command[0], *map(fill, self.command[1:])], env
 
 
 @dataclass

@@ -90,13 +90,14 @@ class SupervisorLoop:
         role = self._request.roles[index]
         records = self._record.roles[index].replicas
         replicas = []
-        for record, replica in zip(records, role.replicas, strict=True):
+        for record in records:
             log_dir = self._paths.replica_logs(role.name, record.id)
+            command, own = role.filled(self._request.job_id or self._request.app_id, record.id)
             env = {
                 **os.environ,
                 "TORCHELASTIC_ERROR_FILE": os.path.join(log_dir, "error.json"),
                 "MONARCH_EVENTS": self._paths.events,
-                **replica.env,
+                **own,
                 "MONARCH_RUN_DIR": self._request.run_dir,
                 "MONARCH_LOG_DIR": log_dir,
                 processes.MARKER: self._request.job,
@@ -105,7 +106,7 @@ class SupervisorLoop:
                 env["MONARCH_RENDEZVOUS"] = f"unix:{self._socket(index)}"
                 env["MONARCH_PEERS"] = self._peers()
                 env[RANK0_HOST] = "localhost"
-            replicas.append(Replica(index, role.spec, replica, record, log_dir, env, self._selector))
+            replicas.append(Replica(index, role.spec, command, role.cwd, record, log_dir, env, self._selector))
         return replicas
 
     def _peers(self) -> str:

@@ -13,10 +13,10 @@ from dataclasses import replace
 from torchx.schedulers.devices import get_device_mounts
 from torchx.specs import AppDef, BindMount, DeviceMount, Role
 
-from torchx_monarch.backends.batch.backend import batch_role
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.options import is_default_image
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.local.render import role_request
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole, option_words
 from torchx_monarch.model.role_spec import RoleSpec
@@ -140,7 +140,7 @@ def _role(role: Role, spec: RoleSpec, gres: str | None, cfg: SlurmOpts, job: str
         sbatch["no-kill"] = srun["no-kill"] = None
     if gres:
         sbatch["gres"] = srun["gres"] = gres
-    rendered = batch_role(role, spec)
+    rendered = role_request(role, spec, role.image)
     if cfg.container is None:
         _warn_of_unused_image(role)
     else:

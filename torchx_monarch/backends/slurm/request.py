@@ -13,14 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torchx_monarch.backends import entrypoint
-from torchx_monarch.backends.batch.folder import BatchRequest, BatchRole
+from torchx_monarch.backends.batch.folder import BatchRequest
+from torchx_monarch.backends.local.request import RoleRequest
 
 _STARTER = (sys.executable, "-I", "-S", entrypoint.__file__)
 """The command that starts what runs in the job, without its arguments: the batch step has the submitter's Python."""
 
 
 @dataclass
-class SlurmRole(BatchRole):
+class SlurmRole(RoleRequest):
     """One role: a step of the job, with one task on each of its nodes.
 
     Attributes:

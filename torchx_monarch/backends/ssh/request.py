@@ -14,7 +14,7 @@ from torchx.specs import AppDef
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.options import NetworkOpts, QueueOpts
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local.render import render_role, safe_name
+from torchx_monarch.backends.local.render import role_request, safe_name
 from torchx_monarch.backends.local.request import RoleRequest, SupervisorRequest
 from torchx_monarch.backends.ssh import workspace
 from torchx_monarch.backends.ssh.in_job.wire import Layout
@@ -71,12 +71,11 @@ class SshRequest:
             submitted: when the app was submitted, in seconds since the epoch: its place in the queues of all machines.
         """
         spec = self.roles[role].spec
-        replica = self.roles[role].replicas[k]
-        env = {RANK0_HOST: first[0], **replica.env}
+        env = {RANK0_HOST: first[0], **self.roles[role].env}
         env |= {replica0_variable(index): host for index, host in enumerate(first)}
         if spec.runs_hosts and credentials:
             env[CREDENTIALS] = credentials
-        roles = [RoleRequest(spec.alone(), [replace(replica, env=env)], first=k)]
+        roles = [replace(self.roles[role], spec=spec.alone(), env=env, first=k)]
         request = SupervisorRequest(name, self.name, roles, grace=self.grace, networked=True)
         count, slots = (0, 0) if spec.sidecar else self.queue  # a sidecar shares the machine with the others
         return replace(request, gpus=count, slots=slots, queued=submitted, job_id=self.app_id)
@@ -116,7 +115,7 @@ def render(app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest
         name=app.name,
         layout=layout,
         roles=[
-            render_role(role, spec, app_id, root="." if folders else "")
+            role_request(role, spec, "." if folders else None)
             for role, spec, folders in zip(app.roles, submitted.roles, workspaces, strict=True)
         ],
         gpus=[0 if options.gpus else max(0, role.resource.gpu) for role in app.roles],

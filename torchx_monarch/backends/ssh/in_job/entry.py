@@ -175,16 +175,17 @@ class OrderServer:
         decoded = codec.decode(SupervisorRequest, request)
         where = codec.decode(Place, place)
         where.address = _address()
-        (replica,) = decoded.roles[0].replicas
+        (role,) = decoded.roles
         if workspace:
-            replica.cwd = os.path.join(paths_of(name).root, _WORKSPACE)
+            role.cwd = os.path.join(paths_of(name).root, _WORKSPACE)
         else:
-            replica.cwd = next((path for path in (replica.cwd, os.path.expanduser("~")) if os.path.isdir(path)), "/")
-        if replica.args[0] == "python":
-            replica.args[0] = sys.executable
-        replica.env.setdefault("PATH", f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}")
-        environ = {**os.environ, "PATH": replica.env["PATH"]}
-        waits = not (decoded.slots or decoded.roles[0].spec.sidecar or gpus.CUDA_VISIBLE_DEVICES in replica.env)
+            role.cwd = next((path for path in (role.cwd, os.path.expanduser("~")) if os.path.isdir(path)), "/")
+        if role.command[0] == "python":
+            role.command[0] = sys.executable
+        path = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}"
+        role.env.setdefault("PATH", path.replace("$", "$$"))
+        environ = {**os.environ, "PATH": role.filled("", 0)[1]["PATH"]}
+        waits = not (decoded.slots or role.spec.sidecar or gpus.CUDA_VISIBLE_DEVICES in role.env)
         if gpu_count and waits and gpus.devices(environ):
             decoded.gpus = gpu_count
         self._unconfirmed[name] = decoded.gpus, decoded.slots
