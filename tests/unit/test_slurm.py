@@ -41,7 +41,7 @@ from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.record import RoleRecord, SupervisorRecord
 from torchx_monarch.backends.slurm.backend import SlurmBackend, parse_jobs
-from torchx_monarch.backends.slurm.batch_step import BatchRecord, BatchStep, last_error
+from torchx_monarch.backends.slurm.batch_step import BatchStep, last_error
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.components import ft
 from torchx_monarch.model import codec
@@ -235,7 +235,8 @@ def test_answers_of_squeue_and_sacct_are_read_and_each_job_is_there_once() -> No
 
 # -- the state of a job ------------------------------------------------------------------------------------------------
 
-OVER = BatchRecord("7", 1.0, State.FAILED, "replica r/0 exited with code 3", 2.0)
+RUNS = SupervisorRecord("7", "app", 1.0, State.RUNNING, started=1.0)
+OVER = replace(RUNS, state=State.FAILED, msg="replica r/0 exited with code 3", ended=2.0)
 
 
 @pytest.fixture
@@ -276,8 +277,8 @@ def write(folder: JobFolder, state: State, code: int | None = None, message: str
         ("PENDING", "DependencyNeverSatisfied", None, False, "FAILED", "can never start: DependencyNeverSatisfied"),
         ("CONFIGURING", "None", None, False, "PENDING", ""),
         ("SUSPENDED", "None", None, False, "PENDING", "Slurm reports SUSPENDED"),
-        ("RUNNING", "None", BatchRecord("7", 1.0), False, "RUNNING", ""),
-        ("COMPLETING", "None", BatchRecord("7", 1.0), False, "RUNNING", ""),
+        ("RUNNING", "None", RUNS, False, "RUNNING", ""),
+        ("COMPLETING", "None", RUNS, False, "RUNNING", ""),
         ("COMPLETING", "None", OVER, False, "FAILED", "exited with code 3"),
         ("COMPLETING", "None", replace(OVER, outside=True), False, "RUNNING", ""),  # Slurm may queue it again
         ("PENDING", "BeginTime", replace(OVER, outside=True), False, "PENDING", "waits for BeginTime"),
@@ -286,7 +287,7 @@ def write(folder: JobFolder, state: State, code: int | None = None, message: str
         ("CANCELLED by 0", "None", None, False, "CANCELLED", "Slurm reports CANCELLED by 0"),
         ("CANCELLED by 0", "None", None, True, "CANCELLED", "cancelled"),
         ("TIMEOUT", "None", replace(OVER, outside=True), False, "FAILED", "Slurm reports TIMEOUT"),
-        ("NODE_FAIL", "None", BatchRecord("7", 1.0), False, "FAILED", "Slurm reports NODE_FAIL"),
+        ("NODE_FAIL", "None", RUNS, False, "FAILED", "Slurm reports NODE_FAIL"),
         ("PREEMPTED", "None", None, False, "FAILED", "Slurm reports PREEMPTED"),
         ("", "", replace(OVER, state=State.SUCCEEDED, msg=""), False, "SUCCEEDED", ""),
         ("", "", None, True, "CANCELLED", "cancelled"),
@@ -298,7 +299,7 @@ def test_state_of_a_job(
     job: JobFolder,
     said: str,
     reason: str,
-    record: BatchRecord | None,
+    record: SupervisorRecord | None,
     cancelled: bool,
     state: str,
     words: str,
@@ -308,7 +309,7 @@ def test_state_of_a_job(
     monkeypatch.setenv("PATH", "")  # no sacct
     write(job, State.RUNNING)
     if record is not None:
-        state_files.write_json(job.record, asdict(record))
+        state_files.write_json(job.status, asdict(record))
     if cancelled:
         job.write_stop(Outcome(State.CANCELLED, "cancelled"), None)
     before = tree(state_files.state_dir())
@@ -382,7 +383,7 @@ def test_those_that_wait_for_jobs_ask_slurm_together_and_less_often_while_nothin
     asked.clear()
     found = apps.read("7")
     assert found is not None and len(asked) == 1
-    state_files.write_json(job.record, asdict(OVER))
+    state_files.write_json(job.status, asdict(OVER))
     assert apps.wait("7", 0.0) and len(asked) == 1
 
 
@@ -396,7 +397,7 @@ def test_folders_of_jobs_that_ended_long_ago_are_removed(
     backend.prune()
     assert set(backend.folders()) == {"7"}
     if recorded:
-        state_files.write_json(job.record, asdict(OVER))
+        state_files.write_json(job.status, asdict(OVER))
         monkeypatch.setattr(SlurmBackend, "queued", lambda _: {})
     else:  # it was killed
         monkeypatch.setattr(SlurmBackend, "queued", lambda _: parse_jobs("7|TIMEOUT"))
@@ -426,7 +427,7 @@ def test_steps_that_end_as_slurm_queues_the_job_again_do_not_end_the_job(
     monkeypatch.setattr("torchx_monarch.backends.slurm.batch_step._run", lambda *words: answers[words[0]])
     write(job, State.FAILED, 3, "replica r/0 exited with code 3")
     assert batch_step._conclude() == 3
-    record = BatchRecord.load(job)
+    record = job.load_record()
     assert record is not None and (record.state, record.outside) == (State.FAILED, True)
     (event,) = map(json.loads, Path(job.events).read_text().splitlines())
     assert event["kind"] == "stop"

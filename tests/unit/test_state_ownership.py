@@ -243,7 +243,7 @@ def slurm_job(parent: str) -> JobFolder:
     os.makedirs(job.root)
     os.makedirs(backend._index)
     state_files.write_json(job.app, {"created": 1.0, "jobs": ["7"], "grace": 5.0, **submitted.to_json()})
-    state_files.write_json(job.record, {"state": "SUCCEEDED", "ended": 2.0})
+    state_files.write_json(job.status, asdict(SupervisorRecord("7", "train", 1.0, State.SUCCEEDED, ended=2.0)))
     os.symlink(job.root, os.path.join(backend._index, "7"))
     return job
 

@@ -54,7 +54,11 @@ class JobFolder(state_files.AppPaths):
         super().__init__(root)
         self.trusted = root
         self.job_log = os.path.join(root, "job.log")
-        self.record = os.path.join(root, "job.json")
+        self.status = os.path.join(root, "job.json")
+
+    def load_record(self) -> SupervisorRecord | None:
+        """Read the record of Slurm's batch step; return None if it is missing, or just being replaced."""
+        return state_files.load_undamaged(SupervisorRecord, self.status, self.trusted)
 
     def load_jobs(self) -> list[str]:
         """Read the ids of the app's jobs, as far as they are submitted."""

@@ -233,25 +233,6 @@ def write_json(path: str, value: object, *, below: str | None = None) -> None:
     safe_files.replace_file(path, json.dumps(value, default=str, separators=(",", ":")).encode())
 
 
-def write_last_json(path: str, value: object, reserve: str) -> None:
-    """Write the final content of a file, even if the disk is full.
-
-    Args:
-        reserve: a file made by ``safe_files.make_reserve``; it does not exist afterwards.
-    """
-    try:
-        write_json(path, value)
-    except OSError as error:
-        try:
-            safe_files.write_into_reserve(reserve, path, json.dumps(value, default=str).encode())
-        except FileNotFoundError:  # the disk was full from the start
-            raise error from None
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        os.fsync(file.fileno())
-    with contextlib.suppress(OSError):
-        os.unlink(reserve)
-
-
 def load(cls: type[T], path: str, below: str | None = None) -> T | None:
     """Read a file of the state directory into a data class; return None if the file does not exist.
 

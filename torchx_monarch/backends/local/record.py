@@ -2,12 +2,15 @@
 """The record that a supervisor writes: the state of what it runs, its replicas, why it ended.
 
 It runs an app of this machine (status.json), or one replica of an app of several machines (status.json on a machine of
-ssh, replica.json in the folder of a batch system's app). Nobody else writes it; if the supervisor of a machine dies,
-readers derive the end from its lock (``folder``).
+ssh, replica.json in the folder of a batch system's app); or it is the batch step of a job of Slurm (job.json). Nobody
+else writes it; if the supervisor of a machine dies, readers derive the end from its lock (``folder``).
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 from dataclasses import asdict, dataclass, field, replace
 
 from torchx_monarch.backends.core import state_files
@@ -16,6 +19,7 @@ from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.replica import ReplicaRecord
+from torchx_monarch.system import safe_files
 
 
 @dataclass
@@ -38,6 +42,7 @@ class SupervisorRecord:
         started: when its first replica was first started; None before.
         hostname: the name of the machine that runs it, by which other hosts reach that; empty once a batch system has
             taken the node away.
+        outside: whether Slurm itself has ended the job, so that Slurm's state says how.
     """
 
     app_id: str
@@ -52,6 +57,7 @@ class SupervisorRecord:
     roles: list[RoleRecord] = field(default_factory=list)
     hostname: str = ""
     grace: float = 30.0
+    outside: bool = False
 
     @classmethod
     def new(cls, request: SupervisorRequest, created: float, hostname: str, restarts: int = 0) -> SupervisorRecord:
@@ -106,10 +112,22 @@ class SupervisorRecord:
     def save_last(self, paths: state_files.SupervisorPaths) -> None:
         """Write the final record; on a full disk without what does not fit into the reserve: error files."""
         try:
-            state_files.write_last_json(paths.status, asdict(self), paths.reserve)
+            state_files.write_json(paths.status, asdict(self))
         except OSError:
-            self.msg, self.error = self.msg[:4000], None
-            for role in self.roles:
-                for replica in role.replicas:
-                    replica.error = None
-            state_files.write_last_json(paths.status, asdict(self), paths.reserve)
+            if not os.path.exists(paths.reserve):  # the disk was full from the start
+                raise
+            try:
+                self._write_into_reserve(paths)
+            except OSError:
+                self.msg, self.error = self.msg[:4000], None
+                for role in self.roles:
+                    for replica in role.replicas:
+                        replica.error = None
+                self._write_into_reserve(paths)
+        with contextlib.suppress(OSError), open(paths.status, "rb") as file:
+            os.fsync(file.fileno())
+        with contextlib.suppress(OSError):
+            os.unlink(paths.reserve)
+
+    def _write_into_reserve(self, paths: state_files.SupervisorPaths) -> None:
+        safe_files.write_into_reserve(paths.reserve, paths.status, json.dumps(asdict(self)).encode())

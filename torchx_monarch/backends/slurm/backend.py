@@ -25,8 +25,8 @@ from torchx_monarch.backends.batch.snapshot import BatchSnapshot, QueuedJob
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.local.record import SupervisorRecord
 from torchx_monarch.backends.slurm import render
-from torchx_monarch.backends.slurm.batch_step import BatchRecord
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.model.role_spec import RoleSpec
@@ -169,22 +169,22 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
 
     def has_recorded_end(self, folder: JobFolder) -> bool:
         """Return whether the batch step has recorded the end, and Slurm cannot know more."""
-        record = BatchRecord.load(folder)
+        record = folder.load_record()
         return record is not None and record.ended is not None and not record.outside
 
     def read(
         self, app_id: str, folder: JobFolder, queued: Mapping[str, QueuedJob], jobs: Sequence[str], *, brief: bool
     ) -> BatchSnapshot | None:
         """Return the snapshot of a job, whose outcome is Slurm's and the batch step's."""
-        record, app = BatchRecord.load(folder), super().read(app_id, folder, queued, jobs, brief=brief)
+        record, app = folder.load_record(), super().read(app_id, folder, queued, jobs, brief=brief)
         if app is None:
             return None
         job = queued.get(*app.jobs) if app.jobs else None
-        started = record.started if record else 0.0
-        return replace(app, native=_outcome(job, record, folder), files=(app.files, record), started=started)
+        started = record.started if record else None
+        return replace(app, native=_outcome(job, record, folder), files=(app.files, record), started=started or 0.0)
 
 
-def _outcome(job: QueuedJob | None, record: BatchRecord | None, folder: JobFolder) -> Outcome | None:
+def _outcome(job: QueuedJob | None, record: SupervisorRecord | None, folder: JobFolder) -> Outcome | None:
     """Return the state of a job as Slurm and the batch step tell it; None if they do not know it any more."""
     if record is not None and record.ended is not None and not (record.outside and job):
         return Outcome(record.state, record.msg, time=record.ended)

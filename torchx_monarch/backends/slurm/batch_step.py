@@ -9,14 +9,13 @@ puts the job back into the queue where that is asked for. SIGTERM comes from Slu
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import select
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from torchx_monarch.backends.batch.folder import JobFolder
@@ -25,9 +24,9 @@ from torchx_monarch.backends.batch.task import APP_ID, read_request_or_exit
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, count_restarts, pending_stop, reduce
+from torchx_monarch.backends.local.record import SupervisorRecord
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.insight import events
-from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.env_names import replica0_variable
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import shell_code
@@ -56,40 +55,14 @@ _AFTERWARDS = re.compile(
 """Errors of srun and slurmstepd that follow from another one."""
 
 
-@dataclass
-class BatchRecord:
-    """The content of job.json.
-
-    Attributes:
-        job_id: id of the job.
-        started: when the job first ran, in seconds since the epoch.
-        state: its final state; RUNNING until it has ended.
-        msg: the reason, for the user; may be empty.
-        ended: when it ended, in seconds since the epoch; None until then.
-        outside: whether Slurm itself has ended it, so that Slurm's state says how.
-    """
-
-    job_id: str = ""
-    started: Seconds = 0.0
-    state: State = State.RUNNING
-    msg: str = ""
-    ended: Seconds | None = None
-    outside: bool = False
-
-    @classmethod
-    def load(cls, folder: JobFolder) -> BatchRecord | None:
-        """Read job.json; return None if it is missing, or just being replaced."""
-        return state_files.load_undamaged(cls, folder.record, folder.trusted)
-
-
 class BatchStep:
     """Run a job to its end."""
 
     def __init__(self, folder: JobFolder, request: SlurmRequest) -> None:
         self._folder = folder
         self._request = request
-        before = BatchRecord.load(folder)
-        self._record = BatchRecord(os.environ["SLURM_JOB_ID"], time.time())
+        before, now = folder.load_record(), time.time()
+        self._record = SupervisorRecord(os.environ["SLURM_JOB_ID"], request.name, now, State.RUNNING, started=now)
         self._is_queued_again = before is not None
         if before is not None:
             self._record.started = before.started
@@ -105,7 +78,7 @@ class BatchStep:
         """Run the job and return its exit code."""
         wake = processes.watch_signals((signal.SIGTERM, signal.SIGCHLD))
         with contextlib.suppress(OSError):  # a full disk
-            safe_files.make_reserve(self._folder.reserve, 64 * 1024)
+            safe_files.make_reserve(self._folder.reserve, self._record.reserve_bytes)
         self._write()
         if (stop := self._folder.load_stop()) is not None and stop.state is State.CANCELLED:
             return self._conclude()  # the job was cancelled while Slurm requeued it
@@ -141,7 +114,7 @@ class BatchStep:
     def _start(self) -> None:
         unwanted = _COMPONENTS_OWN if len(self._request.roles) > 1 else ()
         environ = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
-        environ[APP_ID] = self._record.job_id
+        environ[APP_ID] = self._record.app_id
         environ["MONARCH_RESTART"] = os.environ.get("SLURM_RESTART_COUNT", "0")
         # This is the first node. Where other roles begin, their tasks record.
         environ[replica0_variable(0)] = os.environ["SLURMD_NODENAME"]
@@ -182,7 +155,7 @@ class BatchStep:
             step = QueuedJob(State.RUNNING if index in running else State.FAILED, self._failure(index))
             records = self._folder.records(role.spec)
             roles.append(read_role(role.spec, records, [step] * role.spec.replicas, ending))
-        return AppSnapshot(self._record.job_id, self._request.name, roles, ending=ending, events=happened)
+        return AppSnapshot(self._record.app_id, self._request.name, roles, ending=ending, events=happened)
 
     def _failure(self, index: int) -> str:
         """Return why no task of a role has started; empty if one has, or its step runs."""
@@ -223,10 +196,10 @@ class BatchStep:
         if stop is not None and stop.state is State.CANCELLED:
             code = self._finish(State.CANCELLED, stop.message or "cancelled", 128 + signal.SIGTERM)
             # Only scancel gives the job the state CANCELLED in Slurm.
-            _run("scancel", self._record.job_id)
+            _run("scancel", self._record.app_id)
             time.sleep(_REQUEUE_TIMEOUT)
             return code
-        state = (_run("squeue", "-h", "-o", "%T", "-j", self._record.job_id) or "").split()[:1]
+        state = (_run("squeue", "-h", "-o", "%T", "-j", self._record.app_id) or "").split()[:1]
         if self._is_stopping:
             if self._request.requeue and state == ["RUNNING"]:  # else Slurm itself may be about to queue it again
                 return self._requeue()
@@ -245,7 +218,7 @@ class BatchStep:
 
     def _requeue(self) -> int:
         self._event("requeue", f"{self._how_stopped()}; the job goes back into the queue")
-        if _run("scontrol", "requeue", self._record.job_id) is not None:
+        if _run("scontrol", "requeue", self._record.app_id) is not None:
             time.sleep(_REQUEUE_TIMEOUT)
         message = f"{self._how_stopped()}; the job could not be queued again (see {self._folder.job_log})"
         return self._finish(State.FAILED, message, 1)
@@ -265,7 +238,7 @@ class BatchStep:
 
             happened = events.read(self._folder.events, below=self._folder.trusted)[0]
             end = JobEnd(
-                id=self._record.job_id,
+                id=self._record.app_id,
                 name=self._request.name,
                 state=state,
                 message=message,
@@ -282,14 +255,13 @@ class BatchStep:
 
     def _write(self, *, is_last: bool = False) -> None:
         """Write the record, the last one on a full disk, too. A loss is no reason to end the job: it is logged."""
-        path, content = self._folder.record, asdict(self._record)
         try:
             if is_last:
-                state_files.write_last_json(path, content, self._folder.reserve)
+                self._record.save_last(self._folder)
             else:
-                state_files.write_json(path, content)
+                state_files.write_json(self._folder.status, asdict(self._record))
         except OSError as error:
-            _say(f"the record {json.dumps(content, default=str)} could not be written: {error}")
+            _say(f"the record {self._record} could not be written: {error}")
 
     def _event(self, kind: str, message: str, **fields: Any) -> None:
         _say(message)
