@@ -56,9 +56,9 @@ from torchx_monarch.controller.host_messages import (
     StoreOpened,
     WatchRanks,
 )
-from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.host_network import HostNetwork, RendezvousError
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
+from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration

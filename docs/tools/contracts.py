@@ -44,24 +44,24 @@ def _requests() -> set[str]:
 
 
 def _greetings() -> set[str]:
-    """Return what ``Rendezvous.clients`` gets: keys of dictionaries of methods, and names with which it is changed."""
-    found = {"register"}
+    """Return what ``HostNetwork.handlers`` gets: keys of dictionaries of methods, and names of changes."""
+    found = set[str]()
     for path in _modules("controller", "host"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Dict) and all(ast.unparse(value).startswith("self._") for value in node.values):
                 found.update(str(key.value) for key in node.keys if isinstance(key, ast.Constant))
-            elif isinstance(node, ast.Subscript) and _is_clients(node.value) and isinstance(node.slice, ast.Constant):
+            elif isinstance(node, ast.Subscript) and _is_handlers(node.value) and isinstance(node.slice, ast.Constant):
                 found.add(str(node.slice.value))
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr == "update" and _is_clients(node.func.value):
+                if node.func.attr == "update" and _is_handlers(node.func.value):
                     found.update(keyword.arg for keyword in node.keywords if keyword.arg)
                 elif node.func.attr == "serve" and node.args and isinstance(node.args[0], ast.Constant):
                     found.add(str(node.args[0].value))
     return found
 
 
-def _is_clients(node: ast.expr) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == "clients"
+def _is_handlers(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "handlers"
 
 
 def _orders() -> set[str]:

@@ -19,8 +19,8 @@ import pytest
 from tests.ports import free_port
 from tests.waits import WITHIN, until_async
 from torchx_monarch.controller.host_messages import HostCall, ReadOutput, Request, encode_request
-from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
+from torchx_monarch.controller.host_network import HostNetwork, RendezvousError
+from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.controller.roles import RoleClient, RoleServer
 from torchx_monarch.insight.progress import Reporter
@@ -186,8 +186,11 @@ def test_none_but_the_same_host_process_goes_on(tmp_path: Path) -> None:
                 assert answer["type"] == "refused" and "it has not registered there" in answer["reason"]
             for received in (1, -1, None):
                 assert (await greeted(direct, {**resume, "received": received}))["type"] == "refused"
-            client = as_client(job, tmp_path)
-            assert (await greeted(HostNetwork(direct.rendezvous, SPEC, identity=client), resume))["type"] == "refused"
+            client = HostNetwork(direct.rendezvous, SPEC, identity=as_client(job, tmp_path))
+            for kind in ("resume", "register", "register-role", "breakpoint", "code", "checkpoint"):
+                job.rendezvous.network.handlers.setdefault(kind, Mock())
+                answer = await greeted(client, {**resume, "type": kind})
+                assert answer["reason"] == f"a client may look at the job and stop it, and not {kind} as a host"
 
             # Another start of the replica takes the place of one whose connection is broken, which then is lost.
             # It registers when the controller knows of that, which may put it off until the hosts have ended.

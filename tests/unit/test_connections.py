@@ -17,8 +17,8 @@ from unittest.mock import Mock
 import pytest
 
 from tests.ports import free_port
-from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
+from torchx_monarch.controller.host_network import HostNetwork, RendezvousError
+from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec, parse_ports
@@ -71,8 +71,7 @@ async def listening(
     rendezvous = Rendezvous(HostNetwork(address, HostSpec(replicas=replicas), identity=identity), **more)
     await rendezvous.start()
     yield rendezvous
-    assert rendezvous._listener is not None
-    rendezvous._listener.close()
+    rendezvous.network.close()
 
 
 def why_not(address: Address, server: Identity | None, host: Identity | None, to: Address | None = None) -> str:

@@ -17,8 +17,8 @@ import pytest
 from tests.waits import until_async
 from torchx_monarch.cli import debug, exit_codes
 from torchx_monarch.cli.debug import Breakpoint
+from torchx_monarch.controller.host_network import Peer, RendezvousError
 from torchx_monarch.controller.rank_clients import DebugSessions
-from torchx_monarch.controller.rendezvous import Peer, RendezvousError
 from torchx_monarch.host.host import Streams
 from torchx_monarch.host.ranks import rank_debugger
 from torchx_monarch.host.worker_loops import RankRelay
@@ -45,18 +45,20 @@ def test_messages_are_passed_on_between_a_host_and_one_client() -> None:
     async def run() -> None:
         sessions = DebugSessions("debug app", lambda _, text, **__: said.append(text), contextlib.nullcontext)
         host, own = await pair()
-        serving = asyncio.ensure_future(sessions.clients["breakpoint"](Peer(GREETING, *own)))
+        serving = asyncio.ensure_future(sessions.handlers["breakpoint"](Peer(GREETING, *own)))
         (reader, writer), far = await pair()
         await asyncio.sleep(0)
-        await sessions.clients["breakpoints"](Peer({}, *far))
+        await sessions.handlers["breakpoints"](Peer({}, *far))
         (listed,) = (await messages.receive(reader) or {})["ranks"]
         assert listed == {**GREETING, "attached": False}
-        debugged = asyncio.ensure_future(sessions.clients["debug"](Peer({"type": "debug", "rank": 1, "rows": 5}, *far)))
+        debugged = asyncio.ensure_future(
+            sessions.handlers["debug"](Peer({"type": "debug", "rank": 1, "rows": 5}, *far))
+        )
         assert await messages.receive(host[0]) == {"type": "attach", "rank": 1, "rows": 5}
         assert (await messages.receive(reader) or {})["type"] == "attached"
         for wrong, why in [(1, "debugged by another"), (2, "waits in no breakpoint"), ("1", "waits in no breakpoint")]:
             with pytest.raises(RendezvousError, match=why):
-                await sessions.clients["debug"](Peer({"rank": wrong}, *far))
+                await sessions.handlers["debug"](Peer({"rank": wrong}, *far))
         await messages.send(writer, {"type": "input", "data": "n\r"})
         assert await messages.receive(host[0]) == {"type": "input", "data": "n\r"}
         await messages.send(host[1], {"type": "output", "data": "(Pdb) "})
@@ -71,18 +73,6 @@ def test_messages_are_passed_on_between_a_host_and_one_client() -> None:
     asyncio.run(run())
     assert said[0] == "rank 1 waits at train.py:3 in f for 9 s. Debug it: debug app --rank 1"
     assert said[1:] == ["a debugger is attached to rank 1", "rank 1 goes on: the connection of its debugger broke"]
-
-
-def test_a_client_does_not_wait_in_a_breakpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "is_client", lambda writer: True)
-
-    async def run() -> None:
-        near, far = await pair()
-        with pytest.raises(RendezvousError, match="a client cannot"):
-            await DebugSessions("", print, contextlib.nullcontext).clients["breakpoint"](Peer(GREETING, *near))
-        await close(near[1], far[1])
-
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize("is_rank", [True, False])

@@ -17,8 +17,8 @@ import pytest
 from tests.waits import WITHIN, until_async
 from torchx_monarch.controller import rendezvous
 from torchx_monarch.controller.host_messages import SignalReceived
-from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
+from torchx_monarch.controller.host_network import HostNetwork, RendezvousError
+from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec

@@ -40,10 +40,8 @@ async def serving() -> AsyncIterator[tuple[Rendezvous, RoleServer]]:
     try:
         yield rendezvous, server
     finally:
-        assert rendezvous._listener is not None
-        rendezvous._listener.close()
+        rendezvous.network.close()
         await asyncio.sleep(0.05)
-        Path(address().path).unlink()
 
 
 async def asked(*lines: dict[str, Any]) -> dict[str, Any]:

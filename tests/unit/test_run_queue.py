@@ -16,10 +16,10 @@ from tests.waits import WITHIN, until_async
 from torchx_monarch.command.allocation_spec import AllocationSpec
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import BeginRun, FinishRun, Request, RunBegun
-from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.host_network import HostNetwork, Peer, RendezvousError
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.members import Member, MemberState
-from torchx_monarch.controller.rendezvous import Peer, Rendezvous, RendezvousError
+from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.run_queue import _MAX_RUNS, Run, RunQueue
 from torchx_monarch.host.code_distribution import HostCode
 from torchx_monarch.host.host import Host

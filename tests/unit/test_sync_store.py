@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gzip
 import hashlib
 import json
@@ -28,8 +29,9 @@ from torchx_monarch.code_sync.code_store import CodeStore
 from torchx_monarch.code_sync.manifest import Entry, Tree
 from torchx_monarch.code_sync.scan import scan
 from torchx_monarch.code_sync.upload import ChangedError, Upload, UploadError, pack
-from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import Peer
+from torchx_monarch.controller.host_messages import CheckpointPart, PartSource
+from torchx_monarch.controller.host_network import HostNetwork, Peer
+from torchx_monarch.host.checkpoint_files import PartExchange, PartGoneError
 from torchx_monarch.host.code_distribution import HostCode
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.transport import credentials, messages
@@ -195,7 +197,10 @@ class Hosts:
     def __init__(self, folder: Path, network: HostNetwork) -> None:
         self.served = Counter[int]()
         self.serving = set[asyncio.Task[None]]()
-        self.codes = [HostCode(str(folder / str(number)), self.connect, network) for number in range(10)]
+        self.networks = [dataclasses.replace(network, folder=str(folder / f"host{number}")) for number in range(10)]
+        for own in self.networks:
+            os.mkdir(own.folder)
+        self.codes = [HostCode(os.path.join(own.folder, "code"), self.connect, own) for own in self.networks]
         for number, code in enumerate(self.codes):
             self.replace(number, code.serve_host)
 
@@ -207,6 +212,7 @@ class Hosts:
             await serve(peer)
 
         self.codes[number].serve_host = counted  # type: ignore[method-assign]
+        self.networks[number].handlers["code"] = counted
 
     async def connect(self, greeting: Message) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         near, far = socket.socketpair()
@@ -217,10 +223,8 @@ class Hosts:
         return await asyncio.open_connection(sock=near)
 
     def close(self) -> None:
-        for code in self.codes:
-            if code._listener is not None:
-                code._listener.close()
-                Path(f"{code._store.folder}.sock").unlink(missing_ok=True)
+        for network in self.networks:
+            network.close()
 
     async def checkout(self, tree: Tree, numbers: Iterable[int]) -> None:
         folders = await asyncio.gather(*(self.codes[number].checkout(tree.hash, "ws") for number in numbers))
@@ -253,6 +257,21 @@ def test_hosts_pass_on_what_others_lack_as_it_came(
         assert large > 1_000_000 and small < 1000
         with pytest.raises(LaunchError, match="the code 0000 is not on this host .any more.: it must be sent again"):
             await hosts.codes[1].checkout("0000", "ws")
+        hosts.close()
+
+    asyncio.run(asyncio.wait_for(main(), WITHIN))
+
+
+def test_a_host_passes_on_checkpoints_at_the_port_of_the_code(tmp_path: Path, network: HostNetwork) -> None:
+    async def main() -> None:
+        hosts = Hosts(tmp_path, network)
+        tree = send(write(tmp_path / "ws", {"b.py": "1"}), hosts.codes[0]._store)
+        await hosts.checkout(tree, [1, 2])
+        ours, theirs = (PartExchange(own, lambda key: None) for own in hosts.networks[1:3])
+        part = CheckpointPart(1, 0, 2, (0,), (), 1, 0, "", 0.0, False)
+        with pytest.raises(PartGoneError):
+            await ours.fetch(PartSource(part, (hosts.networks[2].listen(),)), str(tmp_path), gently=False)
+        assert hosts.networks[2].handlers.keys() == {"code", "checkpoint"} and theirs is not ours
         hosts.close()
 
     asyncio.run(asyncio.wait_for(main(), WITHIN))

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torchx_monarch.controller.host_events import StopRequested
 from torchx_monarch.controller.host_messages import GetWorkerLoop, HostCall, RunWorkerLoop, WorkerLoopEnded
+from torchx_monarch.controller.host_network import Peer, RendezvousError
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.rendezvous import Peer, RendezvousError
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 
@@ -45,7 +45,7 @@ _HostAddress: TypeAlias = tuple[Registration, str]
 
 
 class MeshClients:
-    """Serve the greeting ``attach`` (see ``Rendezvous.clients``). Each client gets worker loops of its own.
+    """Serve the greeting ``attach`` (see ``HostNetwork.handlers``). Each client gets worker loops of its own.
 
     Hosts with a queue of runs do not count as idle while a client is attached.
     """

@@ -36,8 +36,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torchx_monarch.controller.host_messages import AnswerT, ProfileRanks, Request, SampleRanks, TakeStacks
+from torchx_monarch.controller.host_network import Peer, RendezvousError, Serve
 from torchx_monarch.controller.hosts import Answers, JobHosts
-from torchx_monarch.controller.rendezvous import Peer, RendezvousError, Serve
 from torchx_monarch.insight.profile import MAX_SECONDS
 from torchx_monarch.insight.stacks import shared_stacks
 from torchx_monarch.model.codec import DecodeError, decode
@@ -52,7 +52,7 @@ _PY_SPY_TIMEOUT = 30.0
 
 
 class HostQueries:
-    """Ask the hosts of a role on behalf of clients, whose greetings it answers (see ``Rendezvous.clients``)."""
+    """Ask the hosts of a role on behalf of clients, whose greetings it answers (see ``HostNetwork.handlers``)."""
 
     def __init__(self, hosts: JobHosts) -> None:
         self._hosts = hosts
@@ -126,7 +126,7 @@ class _Waiting:
 
 
 class DebugSessions:
-    """Serve the greetings of ranks and clients (see ``Rendezvous.clients``).
+    """Serve the greetings of ranks and clients (see ``HostNetwork.handlers``).
 
     Args:
         report: reports an event with its rank (``Reporter.report``).
@@ -136,7 +136,7 @@ class DebugSessions:
     def __init__(
         self, command: str, report: Callable[..., None], rest: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        self.clients: dict[str, Serve] = {
+        self.handlers: dict[str, Serve] = {
             "breakpoint": self._serve_rank,
             "breakpoints": self._list,
             "debug": self._serve_client,
@@ -148,8 +148,6 @@ class DebugSessions:
 
     async def _serve_rank(self, peer: Peer) -> None:
         rank, wait = peer.greeting.get("rank"), peer.greeting.get("wait")
-        if peer.is_client:
-            raise RendezvousError("a client cannot wait in a breakpoint")
         if type(rank) is not int or not isinstance(wait, (int, float)):
             raise RendezvousError(f"rank={rank!r:.20} is no number")
         file = os.path.basename(str(peer.greeting.get("file")))

@@ -10,7 +10,7 @@ host to replica 0          ``register`` and ``resume`` (greetings, with the prot
                            the reports (``host_messages``)
 client to replica 0        ``state``, ``stop`` (greetings; the answer is ``state``, for a ``stop`` with ``save``
                            once ranks have ended, with the ``reason``, and whether they were ``stopped``), and the kinds
-                           in ``Rendezvous.clients``
+                           in ``HostNetwork.handlers``
 replica 0 to either        ``registered`` (with its name), ``resumed``, ``refused`` (with the reason), ``state``,
                            ``request`` and ``cancel`` (``host_messages``), ``result``
 =========================  =======================================================================================
@@ -24,12 +24,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import resource
 import signal
-import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 
 from torchx_monarch.controller.host_events import (
     HostEvents,
@@ -39,17 +37,15 @@ from torchx_monarch.controller.host_events import (
     signalled,
 )
 from torchx_monarch.controller.host_messages import CheckpointParts, decode_report
-from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.host_network import HostNetwork, LaterError, Peer, RendezvousError, TakenError, brief
 from torchx_monarch.controller.members import Member, Members, MemberState
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.transport import connections, messages
+from torchx_monarch.transport import messages
 from torchx_monarch.transport.channel import Channel
-from torchx_monarch.transport.connections import ConnectError, Listener
+from torchx_monarch.transport.connections import ConnectError
 from torchx_monarch.transport.lease import Leases
-
-_GREETING_TIMEOUT = 10.0
 
 _LATECOMERS = 1.0
 
@@ -57,59 +53,6 @@ _CANCELLED_WITHIN = 60.0
 """Seconds for which a job whose ranks have saved for a client waits for its cancellation."""
 
 _STOPPED = JobResult(128 + signal.SIGTERM, "the job was stopped by its client", stopped=True)
-
-
-class RendezvousError(Exception):
-    """A host or client is refused; the message says why."""
-
-
-class _TakenError(RendezvousError):
-    """Another host has registered with this replica id. It may be lost without replica 0 having noticed yet."""
-
-
-class LaterError(RendezvousError):
-    """The request cannot be granted yet. The peer retries until its time-out."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Peer:
-    """Who has connected and sent a greeting: a client, a host or a rank."""
-
-    greeting: messages.Message
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-    @property
-    def is_client(self) -> bool:
-        """Whether it has a client's certificate, and not a host's."""
-        return connections.is_client(self.writer)
-
-    async def receive(self, timeout: float | None = None) -> messages.Message | None:
-        return await messages.receive(self.reader, timeout)
-
-    async def send(self, message: messages.Message) -> bool:
-        """Send a message; return False when the connection is closed or broken."""
-        return await messages.send(self.writer, message)
-
-    async def while_connected(self, work: Awaitable[None]) -> None:
-        """Await something, which is cancelled when this peer disconnects."""
-
-        async def disconnection() -> None:
-            with contextlib.suppress(OSError):
-                while await self.reader.read(1 << 16):
-                    pass
-
-        working, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnection())
-        try:
-            await asyncio.wait([working, gone], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            working.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await working
-
-
-Serve = Callable[[Peer], Awaitable[None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +69,6 @@ class Rendezvous:
     Attributes:
         network: its own connections.
         members: the hosts.
-        clients: handlers of client greetings, by kind. The handler owns the connection until it returns; its
-            ``RendezvousError`` refuses the client.
 
     Args:
         min_hosts: minimum number of hosts that the job needs; None for all.
@@ -139,8 +80,10 @@ class Rendezvous:
     ) -> None:
         self.events = HostEvents()
         self.members = Members(network.options.replicas)
-        self.clients: dict[str, Serve] = {"state": self._send_state, "stop": self._stop, "resume": self._resume}
         self.network = network
+        network.handlers.update(
+            {"register": self._register, "resume": self._resume, "state": self._send_state, "stop": self._stop}
+        )
         self._replicas = network.options.replicas
         self._min_hosts = self._replicas if min_hosts is None else min_hosts
         self._spares = network.options.spares
@@ -151,8 +94,6 @@ class Rendezvous:
         self._cancelling: list[asyncio.Future[JobResult]] = []
         """The clients that cancel the job once its ranks have saved."""
         self._result: JobResult | None = None
-        self._listener: Listener | None = None
-        self._own_connections = set[asyncio.Task[None]]()  # the event loop holds tasks by weak references only
 
     async def start(self) -> None:
         """Start to listen; raise ``RendezvousError`` if the process cannot, or may not open a file for each host."""
@@ -163,31 +104,10 @@ class Rendezvous:
                 "open files: raise the hard limit there (ulimit -Hn)"
             )
         try:
-            network, timeout = self.network, self.network.options.peer_timeout
-            self._listener = Listener(
-                network.rendezvous, self._serve, network.identity, network.bind, timeout, self._say
-            )
+            self.network.listen(self.network.rendezvous, self._say)
         except ConnectError as error:
             raise RendezvousError(str(error)) from None
         self._leases.start()
-
-    async def connect(self, greeting: messages.Message) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect this host to itself, send the greeting with the protocol's version added, and return the streams."""
-        near, far = socket.socketpair()
-        reader, writer = await asyncio.open_unix_connection(sock=near, limit=messages.MAX_LINE)
-        own_reader, own_writer = await asyncio.open_unix_connection(sock=far, limit=messages.MAX_LINE)
-
-        async def serve() -> None:
-            try:
-                await self._serve(own_reader, own_writer)
-            finally:
-                own_writer.close()
-
-        task = asyncio.ensure_future(serve())
-        self._own_connections.add(task)
-        task.add_done_callback(self._own_connections.discard)
-        await messages.send(writer, {**greeting, "version": messages.VERSION})
-        return reader, writer
 
     def register(self, host: Registration, channel: Channel | None = None) -> Member:
         """Register a host as present. The error of a host that cannot start is an event."""
@@ -226,39 +146,16 @@ class Rendezvous:
         members, end = self.members, time.monotonic() + timeout
         if telling := [asyncio.ensure_future(member.send_result(result)) for member in members.connected.values()]:
             await asyncio.wait(telling, timeout=timeout)  # in parallel: a host that does not read must not delay others
-        if not members.has_begun and self._listener is not None:
+        if not members.has_begun and self.network.is_listening:
             await members.until(lambda: not members.unseen, min(_LATECOMERS, timeout))
         await members.until(lambda: not members.connected, end - time.monotonic())
-        if self._listener is not None:
-            self._listener.close()
-            if not self.network.rendezvous.networked:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self.network.rendezvous.path)
+        self.network.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            greeting = await messages.receive(reader, _GREETING_TIMEOUT)
-            kind = self._kind(greeting)
-            if kind in self.clients:
-                if self._listener is not None:
-                    self._listener.mark_authenticated()
-                await self.clients[kind](Peer(greeting or {}, reader, writer))
-                return
-            if connections.is_client(writer):
-                raise RendezvousError("a client may look at the job and stop it, and not register as a host")
-            host = self._admit(greeting or {})
-        except (messages.ProtocolError, TimeoutError, RendezvousError) as error:
-            # The reason may quote the peer's message, which can be long.
-            refusal = {"type": "refused", "reason": str(error)[:1000], "taken": isinstance(error, _TakenError)}
-            refusal["later"] = isinstance(error, LaterError)
-            await messages.send(writer, refusal)
-            return
+    async def _register(self, peer: Peer) -> None:
+        host, own = self._admit(peer.greeting), self.members.registered(0)
         # No await between ``_admit`` and this: another connection may greet with the same replica.
-        own = self.members.registered(0)
-        with self.channel(reader, writer, host.name, name=own.name if own else "replica 0") as channel:
+        with self.channel(peer, host.name, name=own.name if own else "replica 0") as channel:
             member = self.register(host, channel)
-            if self._listener is not None:
-                self._listener.mark_authenticated()
             if self._result is not None:
                 await member.send_result(self._result)
             try:
@@ -268,14 +165,12 @@ class Rendezvous:
             self._leave(member, self._loss(member, channel))
 
     @contextlib.contextmanager
-    def channel(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, **answer: object
-    ) -> Iterator[Channel]:
+    def channel(self, peer: Peer, whom: str, **answer: object) -> Iterator[Channel]:
         """Answer a process that registers. Within the context its channel may go on over other connections."""
         options, networked = self.network.options, self.network.rendezvous.networked
-        channel = Channel(reader, writer, options, networked, say=lambda text: self._say(f"{peer}: {text}"))
+        channel = Channel(peer.reader, peer.writer, options, networked, say=lambda text: self._say(f"{whom}: {text}"))
         self._channels[channel.token] = channel
-        writer.write(messages.encode({"type": "registered", "token": channel.token, **answer}))
+        peer.writer.write(messages.encode({"type": "registered", "token": channel.token, **answer}))
         try:
             yield channel
         finally:
@@ -288,7 +183,7 @@ class Rendezvous:
             resumption = decode(_Resumption, peer.greeting)
         except DecodeError as error:
             raise RendezvousError(str(error)) from None
-        channel = None if peer.is_client else self._channels.get(resumption.token)
+        channel = self._channels.get(resumption.token)
         if channel is None or channel.loss:
             raise RendezvousError("it has not registered there, or counts as lost")
         await channel.resume(peer.reader, peer.writer, resumption.received)
@@ -308,20 +203,6 @@ class Rendezvous:
         self.members.set_state(member, MemberState.LOST)
         if was_able and is_needed:
             self.events.post(lost)
-
-    def _kind(self, greeting: messages.Message | None) -> str:
-        if greeting is None:
-            raise RendezvousError("the connection ended before a greeting")
-        if greeting.get("version") != messages.VERSION:
-            version = _brief(greeting.get("version"))
-            raise RendezvousError(
-                f"it speaks version {messages.VERSION} of the protocol, and this end version {version}: install one "
-                "release of torchx-monarch on all hosts"
-            )
-        kind = greeting.get("type")
-        if not isinstance(kind, str) or kind not in ("register", *self.clients):
-            raise RendezvousError(f"the job is not a live allocation, and takes no request {_brief(kind)}")
-        return kind
 
     def state(self) -> messages.Message:
         """Return the hosts' state for a client."""
@@ -366,7 +247,7 @@ class Rendezvous:
             self._leave(last, self._loss(last, last.channel))
             raise LaterError(f"{last.host.name} has just been lost")  # the controller may put off hosts because of that
         if last is not None and last.is_registered:
-            raise _TakenError(f"replica {host.replica} has registered already: {last.host.name}")
+            raise TakenError(f"replica {host.replica} has registered already: {last.host.name}")
         if self._puts_off and host.world is None:  # one that has run attempts belongs to this job and needs its result
             raise LaterError("the hosts that this one was started to join are ending")
         if last is not None and last.knows_result:
@@ -392,7 +273,7 @@ class Rendezvous:
                 self.members.set_checkpoints(host.replica, report)
                 continue
             if report is not None and not 0 < report.number < signal.NSIG:
-                raise messages.ProtocolError(f"{_brief(report.number)} is no number of a signal")
+                raise messages.ProtocolError(f"{brief(report.number)} is no number of a signal")
             if report is not None and member.is_registered:
                 event = signalled(host, report.number, report.announced, report.saves)
                 if isinstance(event, HostPreempted) and not self._is_needed(member):
@@ -422,8 +303,3 @@ class Rendezvous:
 def _lost(host: Registration, how: str) -> HostLost:
     result = JobResult(1, f"{host.name} {how}", consequence=True, replica=host.replica)
     return HostLost(host.replica, result)
-
-
-def _brief(value: object) -> str:
-    """Describe a value of a message for an error text. Nested values are named by type, because ``repr`` recurses."""
-    return repr(value)[:20] if isinstance(value, (str, int, float)) else type(value).__name__

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable
 
 from torchx_monarch.controller.host_messages import Handler, HostRefused, Report, decode_request
-from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import RendezvousError
+from torchx_monarch.controller.host_network import HostNetwork, RendezvousError
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult

@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchx_monarch.controller.host_events import Changes, StopRequested
-from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import LaterError, Peer, Rendezvous, RendezvousError
+from torchx_monarch.controller.host_network import HostNetwork, LaterError, Peer, RendezvousError
+from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import PutOffError, open_channel
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.codec import DecodeError, decode
@@ -73,7 +73,7 @@ class RoleServer:
         self._adopted = ""
         self._changes = Changes()
         self._ending = False
-        rendezvous.clients["register-role"] = self._register
+        rendezvous.network.handlers["register-role"] = self._register
 
     async def begin(self, timeout: float) -> None:
         """Wait briefly until the other roles are ready to start, at most ``timeout`` s, or until a host event."""
@@ -93,8 +93,6 @@ class RoleServer:
         await self._changes.until(lambda: not self._links, timeout if result.code else 0.0)
 
     async def _register(self, peer: Peer) -> None:
-        if peer.is_client:
-            raise RendezvousError("a client may look at the job and stop it, and not take part in its coordination")
         try:
             role = decode(_Greeting, peer.greeting).role
         except DecodeError as error:
@@ -103,7 +101,7 @@ class RoleServer:
             self._fail(f"replica 0 of role {role!r} was started again")
         if self._ending:
             raise LaterError(f"the hosts of role {self._options.role!r} are ending, to begin again")
-        with self._rendezvous.channel(peer.reader, peer.writer, f"replica 0 of role {role!r}") as channel:
+        with self._rendezvous.channel(peer, f"replica 0 of role {role!r}") as channel:
             self._links[role] = channel
             self._changes.notify()
             try:

@@ -38,8 +38,8 @@ from torchx_monarch.controller.host_messages import (
     StopRanks,
     encode_request,
 )
+from torchx_monarch.controller.host_network import Peer, RendezvousError, Serve
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.rendezvous import Peer, RendezvousError, Serve
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.run_request import RunRequest
@@ -349,7 +349,7 @@ class RunQueue:
                 raise RendezvousError(f"these are the hosts of role {own!r}, not of {role!r:.100}")
             await handler(peer)
 
-        self._rendezvous.clients[kind] = serve
+        self._rendezvous.network.handlers[kind] = serve
 
     def state(self) -> messages.Message:
         idle = 0.0 if self.current or self._queue or self._users else time.monotonic() - self._busy_at

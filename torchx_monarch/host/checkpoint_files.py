@@ -20,12 +20,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import BinaryIO
 
 from torchx_monarch.controller.host_messages import CheckpointPart, PartSource
-from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import Peer
+from torchx_monarch.controller.host_network import HostNetwork, Peer
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.system import run_dirs, safe_files
-from torchx_monarch.transport import local_addresses, messages
-from torchx_monarch.transport.connections import Address, ConnectError, Listener
+from torchx_monarch.transport import messages
+from torchx_monarch.transport.connections import Address, ConnectError
 
 _PIECE = 1 << 22
 """Bytes that are read, sent and written at a time."""
@@ -171,41 +170,18 @@ class PartExchange:
         find: returns the files of a part by its step, attempt and replica; None if this host has none.
     """
 
-    def __init__(self, network: HostNetwork, folder: str, find: Callable[[tuple[int, ...]], PartFiles | None]) -> None:
+    def __init__(self, network: HostNetwork, find: Callable[[tuple[int, ...]], PartFiles | None]) -> None:
         self._network = network
-        self._folder = folder
         self._find = find
-        self._listener: Listener | None = None
-        self.address = ""
+        network.handlers["checkpoint"] = self._serve
 
     def listen(self) -> str:
         """Listen for other hosts; return the address. ``ConnectError`` or ``ValueError`` says why that cannot be."""
-        if not self.address and self._network.options.replicas > 1:
-            network, scheme = self._network, self._network.rendezvous.scheme
-            address = Address(scheme, path=os.path.join(self._folder, "parts"))
-            if network.rendezvous.networked:
-                with local_addresses.bind_port(network.options.bind, network.options.ports) as reserved:
-                    address = Address(scheme, network.advertised, reserved.getsockname()[1])
-            timeout = network.options.peer_timeout
-            self._listener = Listener(address, self._serve, network.identity, network.bind, timeout)
-            self.address = str(address)
-        return self.address
+        return self._network.listen() if self._network.options.replicas > 1 else ""
 
-    def close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, peer: Peer) -> None:
         try:
-            greeting = await messages.receive(reader, _SILENCE) or {}
-        except (messages.ProtocolError, TimeoutError):
-            return
-        peer = Peer(greeting, reader, writer)
-        if peer.is_client or greeting.get("type") != "checkpoint" or self._listener is None:
-            return
-        self._listener.mark_authenticated()
-        try:
-            if (files := self._find(decode(_Wanted, greeting).part)) is None:
+            if (files := self._find(decode(_Wanted, peer.greeting).part)) is None:
                 await peer.send({"type": "gone"})
             else:
                 await files.send(peer)

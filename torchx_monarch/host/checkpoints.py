@@ -57,7 +57,7 @@ class HostCheckpoints:
         os.symlink(self._disk, os.path.join(self.folder, "disk"))
         self._parts: dict[tuple[int, ...], PartFiles] = {}  # by step, attempt and replica
         self._whole: set[tuple[int, ...]] = set()  # steps and attempts
-        self._exchange = PartExchange(network, host.sockets, self._parts.get)
+        self._exchange = PartExchange(network, self._parts.get)
         self._world: World | None = None
         self._said = set[str]()
         self._changing = asyncio.Lock()
@@ -81,7 +81,6 @@ class HostCheckpoints:
         self._following.cancel()
         asyncio.get_running_loop().remove_reader(self._ready)
         self._ready.close()
-        self._exchange.close()
         return self._free
 
     def _free(self) -> None:

@@ -30,13 +30,12 @@ from typing import Any
 from torchx_monarch.code_sync.code_store import CodeStore
 from torchx_monarch.code_sync.upload import PIECE, Upload, UploadError
 from torchx_monarch.controller.host_messages import ProbeFile
-from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import Peer
+from torchx_monarch.controller.host_network import HostNetwork, Peer
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import run_dirs
-from torchx_monarch.transport import local_addresses, messages
-from torchx_monarch.transport.connections import Address, AddressError, ConnectError, Listener, is_client
+from torchx_monarch.transport import messages
+from torchx_monarch.transport.connections import Address, AddressError, ConnectError
 
 _SILENCE = 60.0
 """Seconds that the other side may be silent during a transfer; it may be reading a large file from a slow disk."""
@@ -67,8 +66,7 @@ class HostCode:
         self._store = CodeStore(folder)
         self._connect = connect
         self._network = network
-        self._listener: Listener | None = None
-        self._address = ""
+        network.handlers.setdefault("code", self.serve_host)
         self._tree = ""  # that the hosts pass on
         self._free = asyncio.Queue[str]()  # the addresses of its sources, as often as they can send it; empty for this
 
@@ -83,9 +81,11 @@ class HostCode:
         return folder
 
     async def _fetch(self, tree_hash: str) -> None:
-        self._listen()
+        address = ""  # if it cannot listen, it passes nothing on
+        with contextlib.suppress(ConnectError, ValueError):
+            address = self._network.listen()
         has = [upload.name for upload in await self._in_thread(self._store.uploads)]
-        greeting = {"type": "code", "tree": tree_hash, "has": has, "address": self._address}
+        greeting = {"type": "code", "tree": tree_hash, "has": has, "address": address}
         try:
             reader, writer = await self._connect(greeting)
             with contextlib.closing(writer):
@@ -118,30 +118,6 @@ class HostCode:
             raise LaunchError(str(answer.get("reason")))
         received = [await self._receive(name, size, reader) for name, size in answer["uploads"]]
         await self._in_thread(self._store.add, tree_hash, received)
-
-    def _listen(self) -> None:
-        """Listen for the hosts to which this one passes trees on, unless no port can be opened for that."""
-        network, options = self._network, self._network.options
-        if self._listener is not None:
-            return
-        address, bound = Address("unix", path=f"{self._store.folder}.sock"), None
-        try:
-            if network.rendezvous.networked:
-                bound = local_addresses.bind_port(options.bind, options.ports)
-                address = Address(network.rendezvous.scheme, network.advertised, bound.getsockname()[1])
-            identity = network.identity
-            self._listener = Listener(address, self._pass_on, identity, "", options.peer_timeout, bound=bound)
-            self._address = str(address)
-        except (ValueError, ConnectError):
-            pass
-
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a host that has been told that this one has a tree."""
-        with contextlib.suppress(messages.ProtocolError, TimeoutError):
-            greeting = await messages.receive(reader, _SILENCE)
-            if greeting and greeting.get("type") == "code" and not is_client(writer) and self._listener:
-                self._listener.mark_authenticated()
-                await self.serve_host(Peer(greeting, reader, writer))
 
     async def distribute(self, peer: Peer) -> None:
         """Have a host get a tree, after its greeting ``code``: from this one, replica 0, or from another one."""

@@ -12,8 +12,8 @@ from typing import Any
 from torchx_monarch.controller import host_messages
 from torchx_monarch.controller.commands import CommandController
 from torchx_monarch.controller.elastic import NodeRange
-from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
+from torchx_monarch.controller.host_network import HostNetwork, RendezvousError
+from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.host.command_process import StartedCommand, command_environ, start_command
 from torchx_monarch.host.follower import Follower

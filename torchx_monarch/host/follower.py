@@ -8,8 +8,7 @@ import functools
 import signal
 from typing import TYPE_CHECKING
 
-from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import RendezvousError
+from torchx_monarch.controller.host_network import HostNetwork, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.host.host import Host
 from torchx_monarch.model.host_facts import Registration

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 from torchx_monarch.controller import host_events
 from torchx_monarch.controller.host_messages import SignalReceived
-from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
+from torchx_monarch.controller.host_network import HostNetwork, RendezvousError
+from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.roles import coordinator
 from torchx_monarch.host.command_process import HANDLED_SIGNALS
 from torchx_monarch.host.host import Host

@@ -144,7 +144,8 @@ class RankRuns(Workload):
         gatherer = HostGatherer(self.sizes, rendezvous.members, reporter, HostFailures(options.exclude_after))
         hang_watch = HangWatch(hosts)
         debug_command = f"torchx monarch debug {options.app} --role {options.role}"
-        rendezvous.clients.update(DebugSessions(debug_command, reporter.report, hang_watch.rest).clients)
+        debug_sessions = DebugSessions(debug_command, reporter.report, hang_watch.rest)
+        rendezvous.network.handlers.update(debug_sessions.handlers)
         queue = self._new_queue(hosts)
         self._serve_clients(hosts, queue)
         return Controller(hosts, gatherer, hang_watch, queue)
@@ -159,7 +160,7 @@ class RankRuns(Workload):
         log_dir, disk = self._host.log_dir, self._host.disk
         queue = RunQueue(hosts, self._allocation, log_dir, disk, lambda: self._zygotes.ready)
         queue.serve("sync", functools.partial(self._code.serve_client, queue))
-        hosts.rendezvous.clients["code"] = self._code.distribute
+        self._network.handlers["code"] = self._code.distribute
         return queue
 
     # -- a run ---------------------------------------------------------------------------------------------------------

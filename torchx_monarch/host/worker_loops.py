@@ -19,8 +19,7 @@ import sys
 from typing import IO
 
 from torchx_monarch.controller.host_messages import WorkerLoopEnded
-from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import Peer, RendezvousError
+from torchx_monarch.controller.host_network import HostNetwork, Peer, RendezvousError
 from torchx_monarch.host.host import Host, Streams
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.model.env_names import JOB_VARIABLES, MONARCH_NOISE, is_for_hosts

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from torchx_monarch.controller import host_messages
 from torchx_monarch.controller.agreed_stop import seconds_to_stop
 from torchx_monarch.controller.elastic import NodeRange
-from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.host_network import HostNetwork, Peer
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.rendezvous import Peer, Rendezvous
+from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.host.follower import Follower
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.process_pool import ProcessPool
@@ -94,7 +94,7 @@ class Workload(abc.ABC):
 
     def _job_hosts(self, rendezvous: Rendezvous) -> JobHosts:
         """Return the hosts of the controller's job."""
-        self._host.connector = rendezvous.connect
+        self._host.connector = rendezvous.network.connect
         return JobHosts(rendezvous, self.sizes, self._host.reporter, self.handle)
 
     def _serve_clients(self, hosts: JobHosts, queue: RunQueue | None = None) -> None:
@@ -110,7 +110,9 @@ class Workload(abc.ABC):
 
             await MeshClients(hosts, self._host.environ.get(CREDENTIALS, ""), queue).serve(peer)
 
-        hosts.rendezvous.clients.update(stacks=answer, profile=answer, samples=answer, events=answer, attach=attach)
+        hosts.rendezvous.network.handlers.update(
+            stacks=answer, profile=answer, samples=answer, events=answer, attach=attach
+        )
 
     def follower(self, network: HostNetwork) -> Follower:
         """Return what takes part in the job on a host other than replica 0."""
