@@ -252,11 +252,11 @@ def test_path_may_be_set_around_a_command() -> None:
         (app("bash", "-c", "torchrun --logs-specs own $$X"), "role 'trainer': torchrun option --logs-specs=own is not"),
         (
             app("bash", "-c", "torchrun a; torchrun b"),
-            "role 'trainer': the string of `bash -c` holds 2 torchrun commands",
+            "role 'trainer': its shell string holds 2 torchrun commands",
         ),
         (
             app("sh", "-c", "for i in 1; do torchrun a; done"),
-            "role 'trainer': the torchrun in the string of `sh -c` is in",
+            "role 'trainer': the torchrun in its shell string is in",
         ),
         (
             app("env", "-i", "torchrun", "--nnodes=2", "a.py", replicas=2),

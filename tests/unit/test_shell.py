@@ -141,9 +141,7 @@ def test_looped(text: str, looped: bool) -> None:
 @given(st.text("$a{}_pid ${}", max_size=12) | st.sampled_from([f"x{macros.app_id}y$$$$", "$app_id", "${ app_id}"]))
 def test_substitution_is_torchxs(text: str) -> None:
     values = macros.Values(img_root=X, app_id=X, replica_id=X, rank0_env=X)
-    visible, offsets = substitute(text)
-    assert visible == values.substitute(text)
-    assert len(offsets) == len(visible) and offsets == sorted(offsets)
+    assert substitute(text) == values.substitute(text)
     assert values.substitute(escape(text)) == text
 
 

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from torchx.specs import Role
 
-from torchx_monarch.command.command_position import command_position
-from torchx_monarch.command.shell import SHELLS, shell_operand, simple_commands, substitute
+from torchx_monarch.command.rank_command import executed_commands
 
 _LAUNCHERS = {
     "accelerate": ("launch", "num_processes"),
@@ -53,15 +52,6 @@ def launcher(words: Sequence[str], replicas: int = 0) -> tuple[str, str] | None:
 
 def launchers(role: Role) -> Iterator[tuple[str, str]]:
     """Yield what ``launcher`` finds among the commands of a role, those of a shell string included."""
-    words = [role.entrypoint, *(substitute(arg)[0] for arg in role.args)]
-    position = command_position(words)
-    if position is None:
-        return
-    commands = [words[position.start :]]
-    string = position.start + shell_operand(commands[0])[0]
-    if os.path.basename(commands[0][0]) in SHELLS and string < len(words):
-        commands = [[word.value for word in command.words] for command in simple_commands(role.args[string - 1])]
-    for command in commands:
-        position = command_position(command)
-        if position and (found := launcher(command[position.start :], role.num_replicas)):
+    for command in executed_commands(role):
+        if found := launcher(command.words, role.num_replicas):
             yield found

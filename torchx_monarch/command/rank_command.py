@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torchx.specs import Role
@@ -17,7 +17,7 @@ from torchx.specs import Role
 from torchx_monarch.command.allocation_spec import AllocationSpec
 from torchx_monarch.command.command import Command, CommandError, check, parse
 from torchx_monarch.command.command_position import SETS_PATH, CommandPosition, command_position
-from torchx_monarch.command.shell import SHELLS, SimpleCommand, shell_operand, simple_commands, substitute
+from torchx_monarch.command.shell import SHELLS, shell_operand, simple_commands, substitute
 from torchx_monarch.command.torchrun_options import OPTIONS, UNEXPANDED
 
 _TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.run\b")
@@ -27,22 +27,62 @@ _READS_VARIABLES = frozenset({"source", ".", "eval"})
 
 
 @dataclass(frozen=True)
-class RankCommand:
-    """The rank command of a role, and where it begins.
+class ExecutedCommand:
+    """A command that a role executes, and where it begins.
 
     Attributes:
+        runners: the words before it in the same command, such as ``env A=1``.
+        words: its own words.
+        position: what the runners do to it.
         string: index of the argument that is a shell string with the command in it; None for other roles.
         start: offset of the command in that string; otherwise the index of its first word in the role's words, which
             begin with the entrypoint.
-        sets_path: whether something before it may change PATH, so that another torchrun or Python is found.
-        is_renamed: whether it gets another name (``exec -a NAME``).
+        context: what may set its variables: the runners, or the whole string.
+        sets_path: whether that may change PATH, so that another torchrun or Python is found.
+        is_alone: whether the role executes no other command.
+        is_looped: whether it is inside a loop.
     """
 
-    command: Command
+    runners: Sequence[str]
+    words: Sequence[str]
+    position: CommandPosition
     string: int | None
     start: int
+    context: str
     sets_path: bool
-    is_renamed: bool
+    is_alone: bool = True
+    is_looped: bool = False
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """The rank command of a role, as it was parsed and as it is executed."""
+
+    command: Command
+    place: ExecutedCommand
+
+
+def executed_commands(role: Role) -> Iterator[ExecutedCommand]:
+    """Yield the commands that a role executes: that of its words, or those in the string of its shell."""
+    words = [role.entrypoint, *map(substitute, role.args)]
+    position = command_position(words)
+    if position is None:
+        return
+    sets_path = position.sets_path or "PATH" in role.env
+    if os.path.basename(words[position.start]) not in SHELLS:
+        runners, own = words[: position.start], words[position.start :]
+        yield ExecutedCommand(runners, own, position, None, position.start, " ".join(runners), sets_path)
+        return
+    string = position.start + shell_operand(words[position.start :])[0] - 1
+    # A login shell reads the user's profile.
+    sets_path |= any(word.startswith("-") and "l" in word for word in words[position.start + 1 : string + 1])
+    for simple in simple_commands(role.args[string]) if string < len(role.args) else ():
+        words = [word.value for word in simple.words]
+        if position := command_position(words):
+            text, start = role.args[string], simple.words[position.start].start
+            sets = sets_path or position.sets_path or not simple.alone or bool(SETS_PATH.search(text[:start]))
+            runners, own = words[: position.start], words[position.start :]
+            yield ExecutedCommand(runners, own, position, string, start, text, sets, simple.alone, simple.looped)
 
 
 def rank_command(role: Role) -> Command | None:
@@ -80,76 +120,36 @@ def locate_rank_command(role: Role) -> RankCommand | None:
     Raises:
         CommandError: the command is invalid. The message does not name the role.
     """
-    words = [role.entrypoint, *(substitute(arg)[0] for arg in role.args)]
-    position = command_position(words)
-    if position is None:
-        return None
-    sets_path = position.sets_path or "PATH" in role.env
-    shell = words[position.start]
-    if os.path.basename(shell) in SHELLS:
-        string = position.start + shell_operand(words[position.start :])[0]
-        # A login shell reads the user's profile.
-        sets_path |= any(word.startswith("-") and "l" in word for word in words[position.start + 1 : string])
-        return _find_in_string(role, string - 1, shell, sets_path) if string < len(words) else None
-    command = _command(words, position, role, _variables_in(" ".join(words[: position.start])))
-    return RankCommand(command, None, position.start, sets_path, position.is_renamed) if command else None
-
-
-def _find_in_string(role: Role, string: int, shell: str, sets_path: bool) -> RankCommand | None:
-    """Find the rank command of a role in the argument of this index, which is the string of a shell."""
-    text = role.args[string]
-    commands = list(simple_commands(text))
-    reads_variables = any(simple.words[0].value in _READS_VARIABLES for simple in commands)
-    variables = _VARIABLES if reads_variables else _variables_in(text)
-    found: list[tuple[SimpleCommand, RankCommand]] = []
-    for simple in commands:
-        words = [word.value for word in simple.words]
-        position = command_position(words)
-        command = position and _command(words, position, role, variables)
-        # Of several commands each may be a Python program, which does not tell that it is the ranks'.
-        if position and command and (command.kind != "python" or simple.alone):
-            start = simple.words[position.start].start
-            sets = sets_path or position.sets_path or not simple.alone or bool(SETS_PATH.search(text[:start]))
-            found.append((simple, RankCommand(command, string, start, sets, position.is_renamed)))
-    if not found:
-        return None
-    (simple, rank_command), *others = found
-    place, reason = f"the string of `{shell} -c`", ""
-    if others:
-        reason = (
-            f"{place} holds {len(found)} torchrun commands, and a role can execute one. Make a role of each, or leave "
-            "it to one torchrun to start the other."
+    executed = [*executed_commands(role)]
+    reads_variables = any(place.string is not None and place.words[0] in _READS_VARIABLES for place in executed)
+    parsed = [(_parse(place, role, reads_variables), place) for place in executed]
+    # Of several commands each may be a Python program, which does not tell that it is the ranks'.
+    found = [RankCommand(c, place) for c, place in parsed if c is not None and (c.kind != "python" or place.is_alone)]
+    if len(found) > 1:
+        raise CommandError(
+            f"its shell string holds {len(found)} torchrun commands, and a role can execute one. Make a role of each, "
+            "or leave it to one torchrun to start the other."
         )
-    elif simple.looped:
-        reason = (
-            f"the torchrun in {place} is in a loop, and a role runs one. Put the loop into the script, or submit one "
-            "job for each turn."
+    if found and found[0].place.is_looped:
+        raise CommandError(
+            "the torchrun in its shell string is in a loop, and a role runs one. Put the loop into the script, or "
+            "submit one job for each turn."
         )
-    if reason:
-        raise CommandError(reason)
-    return rank_command
+    return found[0] if found else None
 
 
-def _variables_in(text: str) -> frozenset[str]:
-    """Return the variables of torchrun's options that occur in a text, which may set them."""
-    return frozenset(name for name in _VARIABLES if name in text)
-
-
-def _command(words: Sequence[str], position: CommandPosition, role: Role, unexpanded: Iterable[str]) -> Command | None:
-    """Parse the command at a position; return None if it starts no ranks.
-
-    Args:
-        unexpanded: the variables whose values are not known before the command runs.
-    """
-    env = {name: substitute(value)[0] for name, value in role.env.items()} | dict.fromkeys(unexpanded, UNEXPANDED)
-    command = parse(words[position.start :], env)
+def _parse(place: ExecutedCommand, role: Role, reads_variables: bool) -> Command | None:
+    """Parse a command of a role; return None if it starts no ranks."""
+    unexpanded = {name for name in _VARIABLES if reads_variables or name in place.context}
+    env = {name: substitute(value) for name, value in role.env.items()} | dict.fromkeys(unexpanded, UNEXPANDED)
+    command = parse(place.words, env)
     if command is None:
         return None
     if command.kind == "hosts":
         AllocationSpec.from_command(command, env, role.num_replicas)
-    if position.is_cleared and role.num_replicas > 1:
-        before = " ".join(words[: position.start])
+    if place.position.is_cleared and role.num_replicas > 1:
         raise CommandError(
-            f"`{before}` removes the variables by which hosts find each other. Remove single ones by name: env -u NAME."
+            f"`{' '.join(place.runners)}` removes the variables by which hosts find each other. Remove single ones by "
+            "name: env -u NAME."
         )
     return command

@@ -281,7 +281,7 @@ def _wrap(
         min_replicas=spec.min_replicas or 0 if is_command and spec.is_elastic else 0,
         peer_roles=len(coordination.joint) - 1 if is_server and not coordination.sidecars else 0,
         sidecar="on" if is_joint and not is_server and coordination.sidecars else "off",
-        interpreter="path" if found is not None and found.sets_path else "own",
+        interpreter="path" if found is not None and found.place.sets_path else "own",
         on_end="" if options.supervised or not is_first else options.spec.on_end,
     )
     # TorchX or the backend fills in what these hold: an app's id, or the name of a host in it.
@@ -315,16 +315,17 @@ def _count_spares(start: _Start, spares: int) -> int:
 
 def insert_words(role: Role, found: RankCommand, words: Sequence[str]) -> None:
     """Insert the interpreter, and words escaped for TorchX, before the rank command of a role, in place."""
-    if found.is_renamed:  # Python finds its environment by its name
+    place = found.place
+    if place.position.is_renamed:  # Python finds its environment by its name
         words = ["env", *words]
     python, *options = words
-    if found.string is not None:
+    if place.string is not None:
         # The value of a macro may be a shell variable (Slurm: $SLURM_JOB_ID), which expands within double quotes.
         macro = (macros.app_id, macros.replica_id)
         quoted = [f'"{word}"' if word in macro else shlex.quote(word) for word in (escape(python), *options)]
-        text = role.args[found.string]
-        role.args[found.string] = f"{text[: found.start]}{' '.join(quoted)} {text[found.start :]}"
-    elif found.start == 0:
+        text = role.args[place.string]
+        role.args[place.string] = f"{text[: place.start]}{' '.join(quoted)} {text[place.start :]}"
+    elif place.start == 0:
         role.entrypoint, role.args = python, [*options, escape(role.entrypoint), *role.args]
     else:
-        role.args[found.start - 1 : found.start - 1] = [escape(python), *options]
+        role.args[place.start - 1 : place.start - 1] = [escape(python), *options]

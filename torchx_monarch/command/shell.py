@@ -11,13 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from string import Template
 
 from torchx.specs import macros
 
 from torchx_monarch.command.torchrun_options import UNEXPANDED
 
-_MACROS = frozenset(macros.Values("", "", "", "").to_dict())
+_MACRO = "|".join(macros.Values("", "", "", "").to_dict())
+_SUBSTITUTED = re.compile(rf"\$(?:\$|(?:{_MACRO})(?!\w)|\{{(?:{_MACRO})\}})", re.ASCII)
+"""What TorchX replaces in a text (``string.Template``), each by one character here."""
 
 SHELLS = frozenset({"bash", "sh", "zsh", "dash"})
 _SHELL_FLAGS_WITH_VALUE = frozenset({"--rcfile", "--init-file"})
@@ -28,6 +29,7 @@ _PARAMETER = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]", re.ASCII)
 _REDIRECTION = re.compile(r"&>>?|<<<|<<-?|<>|<&|>>|>&|>\||[<>](?!\()")
 _OPERATOR = re.compile(r"&&|\|\||;;&|;;|;&|\|&|[\n;&|()]")
 _PROCESS_SUBSTITUTION = re.compile(r"[<>]\(")
+_BLANKS = re.compile(r"(?:[ \t]|\\\n|#[^\n]*)*")
 _WORD_END = " \t\n;&|()<>"
 
 # Reserved words that precede a command.
@@ -66,29 +68,22 @@ class SimpleCommand:
     looped: bool
 
 
-def substitute(text: str) -> tuple[str, list[int]]:
+def substitute(text: str) -> str:
     """Substitute ``text`` as TorchX does with the arguments and the environment of a role.
 
     ``$$`` becomes ``$``, and UNEXPANDED stands for each macro such as ``${app_id}``: its value is unknown before the
     job is submitted, and may be a shell variable (Slurm). Any other ``$`` stays.
-
-    Returns:
-        The substituted text, and for each of its characters the index in ``text``.
     """
-    characters: list[str] = []
-    offsets: list[int] = []
-    position = 0
-    for match in Template.pattern.finditer(text):
-        escaped = match["escaped"] is not None
-        if escaped or (match["named"] or match["braced"]) in _MACROS:
-            characters.extend(text[position : match.start()])
-            offsets.extend(range(position, match.start()))
-            characters.append("$" if escaped else UNEXPANDED)
-            offsets.append(match.start())
-            position = match.end()
-    characters.extend(text[position:])
-    offsets.extend(range(position, len(text)))
-    return "".join(characters), offsets
+    return _SUBSTITUTED.sub(lambda match: "$" if match[0] == "$$" else UNEXPANDED, text)
+
+
+def _before_substitution(text: str, position: int) -> int:
+    """Return the index in ``text`` of the character that its substitution has at a position."""
+    for match in _SUBSTITUTED.finditer(text):
+        if match.start() >= position:
+            break
+        position += len(match[0]) - 1
+    return position
 
 
 def escape(text: str) -> str:
@@ -127,21 +122,20 @@ def simple_commands(text: str) -> Iterator[SimpleCommand]:
     Args:
         text: the string as in the role's arguments, with TorchX's macros and ``$$``.
     """
-    shell_text, offsets = substitute(text)
-    scanner = _Scanner(shell_text)
+    scanner = _Scanner(substitute(text))
     try:
         scanner.run()
     except _OpenEnded:
         return
-    loops = 0
-    for words in scanner.commands:
+    loops, commands = 0, [*filter(None, scanner.commands)]
+    for words in commands:
         prefix = _prefix(words)
         keywords = [word.value for word in words[: prefix + 1] if word.bare]
         loops += sum(keyword in _LOOPS for keyword in keywords) - keywords.count("done")
         if prefix < len(words):
             yield SimpleCommand(
-                words=tuple(replace(word, start=offsets[word.start]) for word in words[prefix:]),
-                alone=len(scanner.commands) == 1 and not scanner.compound and _RESERVED.isdisjoint(keywords),
+                words=tuple(replace(word, start=_before_substitution(text, word.start)) for word in words[prefix:]),
+                alone=len(commands) == 1 and not scanner.compound and _RESERVED.isdisjoint(keywords),
                 looped=loops > 0,
             )
 
@@ -165,74 +159,53 @@ class _Scanner:
     """Split shell text into simple commands.
 
     Attributes:
-        commands: the words of each command, without redirections.
+        commands: the words of each command, without redirections; none between two operators.
         compound: whether the text has an operator other than ``;`` and the end of a line.
     """
 
     def __init__(self, text: str) -> None:
-        self.commands: list[list[Word]] = []
+        self.commands: list[list[Word]] = [[]]
         self.compound = False
         self._text = text
         self._position = 0
-        self._words: list[Word] = []
-        self._here_documents: list[tuple[str, bool]] = []  # delimiter, whether leading tabs are ignored
+        self._here_documents: list[re.Pattern[str]] = []
+        """What ends the here-documents that begin after this line."""
 
     def run(self) -> None:
         """Scan the whole text."""
+        self._take(_BLANKS)
         while self._position < len(self._text):
-            if self._peek() in " \t":
-                self._position += 1
-            elif self._text.startswith("\\\n", self._position):
-                self._position += 2
-            elif self._peek() == "#":
-                self._skip_line(keep_end=True)
-            elif redirection := _REDIRECTION.match(self._text, self._position):
-                self._redirection(redirection[0])
-            elif operator := _OPERATOR.match(self._text, self._position):
-                self._operator(operator[0])
+            if operator := self._take(_REDIRECTION):
+                self._take(_BLANKS)
+                end = re.escape(self._word().value)
+                if operator in ("<<", "<<-"):
+                    self._here_documents.append(re.compile(f"^\t*{end}$" if operator == "<<-" else f"^{end}$", re.M))
+            elif operator := self._take(_OPERATOR):
+                self.commands.append([])
+                self.compound |= operator not in (";", "\n")
+                if operator == "\n":
+                    self._skip_here_documents()
             else:
                 word = self._word()
                 descriptor = word.bare and word.value.isdigit() and self._peek() in ("<", ">")  # the 2 in 2>
                 if not descriptor:
-                    self._words.append(word)
-        self._end_command()
+                    self.commands[-1].append(word)
+            self._take(_BLANKS)
 
     def _peek(self, ahead: int = 0) -> str:
         return self._text[self._position + ahead : self._position + ahead + 1]
 
-    def _end_command(self) -> None:
-        if self._words:
-            self.commands.append(self._words)
-        self._words = []
-
-    def _operator(self, operator: str) -> None:
-        self._position += len(operator)
-        self._end_command()
-        self.compound |= operator not in (";", "\n")
-        if operator == "\n":
-            self._skip_here_documents()
-
-    def _redirection(self, operator: str) -> None:
-        self._position += len(operator)
-        while self._peek() in (" ", "\t"):
-            self._position += 1
-        target = self._word()
-        if operator in ("<<", "<<-"):
-            self._here_documents.append((target.value, operator == "<<-"))
+    def _take(self, pattern: re.Pattern[str]) -> str:
+        """Skip what the pattern matches here, and return it; empty for nothing."""
+        found = pattern.match(self._text, self._position)
+        self._position = found.end() if found else self._position
+        return found[0] if found else ""
 
     def _skip_here_documents(self) -> None:
-        for delimiter, ignore_tabs in self._here_documents:
-            while self._position < len(self._text):
-                line = self._skip_line()
-                if (line.lstrip("\t") if ignore_tabs else line) == delimiter:
-                    break
+        for end in self._here_documents:
+            found = end.search(self._text, self._position)
+            self._position = found.end() + 1 if found else len(self._text)
         self._here_documents.clear()
-
-    def _skip_line(self, keep_end: bool = False) -> str:
-        start, end = self._position, self._text.find("\n", self._position)
-        end = len(self._text) if end < 0 else end
-        self._position = end if keep_end else end + 1
-        return self._text[start:end]
 
     def _word(self) -> Word:
         start, value, bare = self._position, "", True

@@ -40,7 +40,8 @@ def run_on_allocation(app: AppDef, word: str, python: str) -> Rewritten:
         raise UserError(f"Run option `on` is for an app of one role, and app {app.name!r} {reason}")
     role = rewritten.roles[0]
     found = find_rank_command(role)
-    if found is None or found.command.kind not in ("torchrun", "python") or found.string is not None or found.start:
+    place = found.place if found is not None and found.command.kind in ("torchrun", "python") else None
+    if place is None or place.string is not None or place.start:
         command = " ".join([role.entrypoint, *role.args])
         raise UserError(
             f"role {role.name!r}: a live allocation runs torchrun and Python commands, with nothing before them, and "
