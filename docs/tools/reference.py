@@ -171,7 +171,7 @@ _HEAD = ("argument", "meaning")
 def _arguments(command: str) -> list[tuple[str, str]]:
     """Return the rows of the arguments of a command."""
     parser = argparse.ArgumentParser(add_help=False)
-    main.load(command).add_arguments(parser)
+    main.add_arguments(command, parser)
     rows = []
     for action in parser._actions:
         if action.help != argparse.SUPPRESS:

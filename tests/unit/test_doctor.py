@@ -14,8 +14,7 @@ import pytest
 from torchx.runner import config
 
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.cli import doctor, exit_codes
-from torchx_monarch.cli.main import load
+from torchx_monarch.cli import doctor, exit_codes, main
 from torchx_monarch.model.check_result import CheckResult
 
 
@@ -69,7 +68,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*words: str) -> int:
     parser = argparse.ArgumentParser()
-    doctor.add_arguments(parser)
+    main.add_arguments("doctor", parser)
     try:
         doctor.run(parser.parse_args(words))
     except SystemExit as error:
@@ -131,10 +130,10 @@ def init(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
 
     def run(*words: str) -> tuple[int, str, str]:
         parser = argparse.ArgumentParser()
-        load("init").add_arguments(parser)
+        main.add_arguments("init", parser)
         code, error = 0, ""
         try:
-            load("init").run(parser.parse_args(words))
+            main.load("init").run(parser.parse_args(words))
         except UserError as refusal:
             code, error = exit_codes.USAGE, f"{refusal}\n"
         said = capsys.readouterr()

@@ -17,7 +17,7 @@ from tests.waits import WITHIN
 from torchx_monarch.backends.core import state_files, stored_apps
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.cli import exec as exec_command
-from torchx_monarch.cli import exit_codes, ls
+from torchx_monarch.cli import exit_codes, ls, main
 from torchx_monarch.cli.allocation_arguments import since
 from torchx_monarch.cli.doctor import run_groups
 from torchx_monarch.cli.exit_codes import CommandError
@@ -129,7 +129,7 @@ def test_a_list_reads_the_jobs_that_it_shows_and_no_others(
     read: list[str] = []
     monkeypatch.setattr(Apps, "read", lambda _, app_id, **__: read.append(app_id))
     parser = argparse.ArgumentParser()
-    ls.add_arguments(parser)
+    main.add_arguments("ls", parser)
     for options, shown in ([], 50), (["-s", "monarch_local", "-n", "2"], 2), (["--json"], 60), (["-n", "0"], 60):
         read.clear()
         ls.run(parser.parse_args(options))
@@ -193,7 +193,6 @@ def test_no_time_at_all(text: str) -> None:
         ("H --nproc 4 -m pkg --nproc 2", ["-m", "pkg", "--nproc", "2"]),
         ("H --nproc 4 train.py --nproc 2", ["train.py", "--nproc", "2"]),
         ("H --nproc 4 -- torchrun -m pkg", ["torchrun", "-m", "pkg"]),
-        ("H --nproc 4 -mpkg --lr 1 --nproc 2", ["-m", "pkg", "--lr", "1", "--nproc", "2"]),
         ("H --nproc 4 train.py -mpkg", ["train.py", "-mpkg"]),
         ("H -- torchrun train.py", ["torchrun", "train.py"]),
         ("--nproc 4 H -m pkg", ["-m", "pkg"]),
@@ -201,7 +200,7 @@ def test_no_time_at_all(text: str) -> None:
 )
 def test_the_options_of_exec_end_at_the_program(typed: str, words: list[str]) -> None:
     parser = argparse.ArgumentParser()
-    exec_command.add_arguments(parser)
+    main.add_arguments("exec", parser)
     args = parser.parse_args(typed.split())
     assert exec_command._words(args) == words
     assert args.nproc == ("4" if "--nproc 4" in typed else "")

@@ -19,7 +19,7 @@ from torchx.specs import AppDef, Role
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import reduce
-from torchx_monarch.cli import jobs, ls
+from torchx_monarch.cli import jobs, ls, main
 from torchx_monarch.cli import status as status_command
 from torchx_monarch.cli.status import facts, only_roles, render, show_when
 from torchx_monarch.insight import events
@@ -415,7 +415,7 @@ def test_a_table_fits_the_terminal_and_has_the_newest_jobs(
     monkeypatch.setattr(ls, "is_terminal", lambda stream: True)
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((100, 24)))
     parser = argparse.ArgumentParser()
-    ls.add_arguments(parser)
+    main.add_arguments("ls", parser)
     ls.run(parser.parse_args(["-s", "monarch_slurm"]))
     said = capsys.readouterr()
     head, first, *rest = said.out.splitlines()

@@ -87,7 +87,7 @@ def test_the_fields_of_top() -> None:
 @pytest.mark.parametrize("name", sorted(main.SUB_COMMANDS.keys() - {"cancel", "delete", "mcp", "web"}))
 def test_every_sub_command_has_json(name: str) -> None:
     parser = argparse.ArgumentParser()
-    main.load(name).add_arguments(parser)
+    main.add_arguments(name, parser)
     assert any("--json" in action.option_strings for action in parser._actions)
     assert re.search(rf"^## .*\b{name}\b|^\| `{name}` \|", (_REFERENCE / "json.md").read_text(), re.M)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torchx_monarch
 from torchx_monarch import schedulers
-from torchx_monarch.cli.main import SUB_COMMANDS, load
+from torchx_monarch.cli.main import SUB_COMMANDS, add_arguments
 from torchx_monarch.components import controller, ft, hosts, spmd
 from torchx_monarch.schedulers.job_status import JobStatus
 
@@ -55,7 +55,7 @@ def _python() -> Iterator[str]:
 def _commands() -> Iterator[str]:
     for name in SUB_COMMANDS:
         parser = argparse.ArgumentParser(add_help=False)
-        load(name).add_arguments(parser)
+        add_arguments(name, parser)
         yield f"command {name}"
         for action in parser._actions:
             yield from (f"command {name} {word}" for word in action.option_strings)

@@ -27,7 +27,7 @@ from torchx_monarch.backends.local import submit
 from torchx_monarch.backends.local.backend import LocalBackend, LocalOpts
 from torchx_monarch.backends.local.record import SupervisorRecord
 from torchx_monarch.backends.slurm.backend import SlurmBackend
-from torchx_monarch.cli import prune
+from torchx_monarch.cli import main, prune
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
@@ -316,7 +316,7 @@ def test_records_of_a_job_are_not_read_through_links(tmp_path: Path) -> None:
 def test_prune_removes_jobs_that_ended_long_ago_and_are_large(capsys: pytest.CaptureFixture[str]) -> None:
     """And none that runs, or of another user."""
     parser = argparse.ArgumentParser()
-    prune.add_arguments(parser)
+    main.add_arguments("prune", parser)
     now = time.time()
     apps = {name: app(name, ended=now - age) for name, age in (("old", 9e5), ("new", 60.0), ("small", 9e5))}
     apps["runs"] = app("runs", State.RUNNING)

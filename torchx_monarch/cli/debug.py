@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
 from torchx_monarch.cli.exit_codes import CommandError
-from torchx_monarch.cli.output import add_json, print_json, print_table
+from torchx_monarch.cli.output import print_json, print_table
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.exceptions import UnreachableError
@@ -36,7 +36,6 @@ _MORE_TIMEOUT = 0.01
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_handle(parser)
     parser.add_argument("--rank", type=int, metavar="K", help="this rank (default: the one that waits, or a list)")
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:

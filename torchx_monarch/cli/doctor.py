@@ -18,7 +18,7 @@ from torchx.runner import config
 from torchx.specs import CfgVal
 
 from torchx_monarch.cli import exit_codes
-from torchx_monarch.cli.output import add_json, print_json
+from torchx_monarch.cli.output import print_json
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.schedulers.install_checks import REMEDY, installed_version
 from torchx_monarch.schedulers.monarch import registered_scheduler
@@ -33,7 +33,6 @@ _TIMEOUT = 20.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-s", "--scheduler", default="", help="check this scheduler, too, with its options")
     parser.add_argument("-cfg", "--scheduler-args", default="", metavar="CFG", help="run options, as for torchx run")
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:

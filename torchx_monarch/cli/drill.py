@@ -27,7 +27,7 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.drill_run import FAULTS, Moment, Record, Run
 from torchx_monarch.cli.exit_codes import CommandError
-from torchx_monarch.cli.output import add_json, print_json, print_table
+from torchx_monarch.cli.output import print_json, print_table
 from torchx_monarch.cli.torchx_run import component_words
 from torchx_monarch.client.hosts import say
 from torchx_monarch.code_sync import upload
@@ -77,7 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", **many, help="file or folder that the program reads, to be linked and not copied")
     parser.add_argument("--seed", type=int, default=0, help="of the moments, ranks and hosts (default: 0)")
     parser.add_argument("-cfg", "--scheduler-args", default="", metavar="CFG", help="run options, as for torchx run")
-    add_json(parser)
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="-- COMPONENT", help="component and arguments, as for torchx run"
     )

@@ -63,7 +63,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--queue", action="store_true", help="wait for the end of earlier runs (default: fail)")
     parser.add_argument("--detach", action="store_true", help="print the run's number, and do not wait for its end")
     parser.add_argument("-v", "--verbose", action="store_true", help="show the phases of the run as well")
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -115,12 +114,9 @@ def _words(args: argparse.Namespace) -> list[str]:
         return typed
     parser = argparse.ArgumentParser(prog="torchx monarch exec HANDLE", add_help=False)
     _add_options(parser)
+    add_json(parser)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)
     parser.add_argument("program", nargs=argparse.REMAINDER)
-    # After -mNAME, argparse would take the module's options for those of this command: after -m NAME it does not.
-    if parser.parse_known_args(typed, argparse.Namespace(**vars(args)))[0].module:
-        at = next(at for at, word in enumerate(typed) if word.startswith("-m"))
-        typed = [*typed[:at], "-m", *filter(None, [typed[at][2:]]), *typed[at + 1 :]]
     _, unknown = parser.parse_known_args(typed, args)
     if unknown:
         raise CommandError(f"{unknown[0]} is no option here. {_USAGE}", exit_codes.USAGE)
@@ -136,7 +132,6 @@ class CmdFollow:
         add_handle(parser, required=True)
         add_role_and_address(parser)
         parser.add_argument("run", type=int, nargs="?", help="its number (default: the one that runs, or the last)")
-        add_json(parser)
 
     def run(self, args: argparse.Namespace) -> None:
         """Show a run's output until its end; Ctrl-C leaves the run running."""

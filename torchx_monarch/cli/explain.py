@@ -23,7 +23,7 @@ from torchx_monarch.backends.core.state import root_cause
 from torchx_monarch.cli.allocation_arguments import add_address
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, JobReader, opened_job
-from torchx_monarch.cli.output import add_json, print_json
+from torchx_monarch.cli.output import print_json
 from torchx_monarch.cli.report import read_stacks
 from torchx_monarch.cli.status import facts as status_facts
 from torchx_monarch.cli.status import state_and_time
@@ -93,7 +93,6 @@ class Explanation:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_handle(parser)
     add_address(parser)
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:

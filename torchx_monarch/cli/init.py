@@ -11,7 +11,7 @@ from torchx.runner import config
 from torchx.schedulers import get_scheduler_factories
 
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.cli.output import add_json, print_json
+from torchx_monarch.cli.output import print_json
 from torchx_monarch.client.hosts import say
 from torchx_monarch.schedulers import no_scheduler
 from torchx_monarch.system.untrusted_text import one_line
@@ -22,7 +22,6 @@ _SECTIONS = ("cli:run", "cli:list")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-s", "--scheduler", default="monarch_local", help="the default (default: monarch_local)")
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:

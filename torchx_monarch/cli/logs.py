@@ -20,7 +20,7 @@ from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.cli.allocation_arguments import rank_list, since
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import opened_job
-from torchx_monarch.cli.output import add_json, print_record
+from torchx_monarch.cli.output import print_record
 from torchx_monarch.client.hosts import say
 from torchx_monarch.command.rank_command import rank_command
 from torchx_monarch.insight.log_lines import LastStates, LogLine, is_coloured, is_terminal
@@ -61,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--tail", type=_count, metavar="LINES", help="only the last lines of all that remain")
     parser.add_argument("--timestamps", action="store_true", help="begin each line with its time")
     parser.add_argument("-f", "--follow", action="store_true", help="wait for more lines until the job has ended")
-    add_json(parser)
 
 
 def _count(text: str) -> int:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from torchx_monarch.cli.doctor import run_groups
 from torchx_monarch.cli.jobs import opened
-from torchx_monarch.cli.output import add_json, print_json, print_table
+from torchx_monarch.cli.output import print_json, print_table
 from torchx_monarch.cli.status import shape_of
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.log_lines import is_terminal
@@ -40,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="only the newest N; 0: all, as with --json (default: 50)",
     )
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:

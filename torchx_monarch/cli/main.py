@@ -52,6 +52,8 @@ _CLASSES = {
 }
 """The module and the class of the sub-commands that share a module."""
 
+_WITHOUT_JSON = ("cancel", "delete", "mcp", "web")
+
 _OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of writing to stdout. Those of sockets and limits, which name no file either, say nothing of the output."""
 
@@ -63,6 +65,15 @@ def load(name: str) -> Any:
     return getattr(found, class_name)() if class_name else found
 
 
+def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of a sub-command, with ``--json`` for nearly all."""
+    load(name).add_arguments(parser)
+    if name not in _WITHOUT_JSON:
+        from torchx_monarch.cli.output import add_json
+
+        add_json(parser)
+
+
 class _SubCommandParser(argparse.ArgumentParser):
     """A parser that imports its sub-command when it parses: ``torchx --help`` defines all and uses none."""
 
@@ -70,7 +81,7 @@ class _SubCommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         if self.sub_command:
-            load(self.sub_command).add_arguments(self)
+            add_arguments(self.sub_command, self)
             self.sub_command = ""
         return super().parse_known_args(args, namespace)
 

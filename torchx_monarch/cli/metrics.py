@@ -12,7 +12,7 @@ from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.cli.handles import HELP
 from torchx_monarch.cli.jobs import opened_job
-from torchx_monarch.cli.output import add_json, print_json
+from torchx_monarch.cli.output import print_json
 from torchx_monarch.schedulers.job_metrics import read_metrics
 
 
@@ -20,7 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("handle", metavar="HANDLE", help=HELP)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these metrics (default: all)")
     parser.add_argument("--rank", type=int, metavar="K", help="this rank (default: the first that has reported some)")
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:

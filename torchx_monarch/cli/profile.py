@@ -10,7 +10,7 @@ import sys
 
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of, rank_list, seconds
-from torchx_monarch.cli.output import STDOUT, add_json, print_json, write_output
+from torchx_monarch.cli.output import STDOUT, print_json, write_output
 from torchx_monarch.client.hosts import say
 from torchx_monarch.client.rank_queries import ask_profiles, describe_absent
 from torchx_monarch.insight.profile import MAX_SECONDS, collapsed, flame_graph, speedscope
@@ -34,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the file to write: .svg is a flame graph, .json for speedscope.app, .txt or - collapsed stacks "
         "(default: profile.svg)",
     )
-    add_json(parser)
 
 
 def _output(path: str) -> str:

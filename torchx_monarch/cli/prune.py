@@ -13,7 +13,7 @@ from typing import Any
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.cli.allocation_arguments import since
 from torchx_monarch.cli.jobs import opened
-from torchx_monarch.cli.output import add_json, print_json, print_table
+from torchx_monarch.cli.output import print_json, print_table
 from torchx_monarch.cli.top import show_bytes
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.summary import show_duration
@@ -28,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--older", type=since, metavar="AGE", help="jobs that ended longer ago: 12h, 2d, or a time")
     parser.add_argument("--larger", type=_size, metavar="SIZE", help="jobs whose folder is larger: 500M, 10G")
     parser.add_argument("-s", "--scheduler", help="only this scheduler (default: all that were used from this machine)")
-    add_json(parser)
 
 
 def _size(text: str) -> int:

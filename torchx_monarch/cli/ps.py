@@ -7,7 +7,7 @@ import argparse
 import time
 
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
-from torchx_monarch.cli.output import add_json, print_json, print_table
+from torchx_monarch.cli.output import print_json, print_table
 from torchx_monarch.system.untrusted_text import one_line
 
 _START_TIMEOUT = 15.0
@@ -16,7 +16,6 @@ _START_TIMEOUT = 15.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_handle(parser)
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from torchx_monarch.backends.core.state_files import path_name
 from torchx_monarch.cli.allocation_arguments import add_address
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
-from torchx_monarch.cli.output import STDOUT, add_json, print_json, write_output
+from torchx_monarch.cli.output import STDOUT, print_json, write_output
 from torchx_monarch.cli.status import facts, show_when, state_and_time
 from torchx_monarch.insight.report_page import Curve, curves, legend, render, rows_of, shares, ticks
 from torchx_monarch.insight.summary import show_duration
@@ -40,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_handle(parser)
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the file to write; - for stdout")
     add_address(parser)
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:

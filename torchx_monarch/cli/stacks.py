@@ -9,7 +9,7 @@ import sys
 
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
-from torchx_monarch.cli.output import add_json, print_json
+from torchx_monarch.cli.output import print_json
 from torchx_monarch.client.hosts import say
 from torchx_monarch.client.rank_queries import ask_stacks, describe_absent
 from torchx_monarch.insight.stacks import render
@@ -19,7 +19,6 @@ from torchx_monarch.system.untrusted_text import one_line
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_handle(parser)
     parser.add_argument("--rank", type=int, metavar="K", help="this rank alone (default: all)")
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli.allocation_arguments import add_address
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import PATIENCE, SAMPLE_PAUSE_S, opened_job
-from torchx_monarch.cli.output import Screen, add_json, print_json, print_record
+from torchx_monarch.cli.output import Screen, print_json, print_record
 from torchx_monarch.insight.account import Account
 from torchx_monarch.insight.rank_sample import RankView
 from torchx_monarch.insight.stacks import ranges
@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-w", "--watch", action="store_true", help="show it again and again until the job has ended")
     parser.add_argument("--roles", default="", metavar="ROLES", help="only replicas and commands of these roles: a,b")
     add_address(parser)
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -93,7 +92,6 @@ class CmdWait:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_handle(parser)
-        add_json(parser)
 
     def run(self, args: argparse.Namespace) -> None:
         """Wait, print the status, and exit with the job's exit code; with 1 for a job that failed without one."""

@@ -7,7 +7,7 @@ import argparse
 
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
 from torchx_monarch.cli.handles import unknown
-from torchx_monarch.cli.output import add_json, print_json
+from torchx_monarch.cli.output import print_json
 from torchx_monarch.client.connection import ask
 from torchx_monarch.client.hosts import say
 from torchx_monarch.exceptions import AllocationError
@@ -16,7 +16,6 @@ from torchx_monarch.exceptions import AllocationError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_handle(parser, required=True)
     parser.add_argument("--run", type=int, help="end the run of this number, and keep the hosts")
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:

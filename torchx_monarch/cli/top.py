@@ -13,7 +13,7 @@ from typing import Any
 
 from torchx_monarch.cli.allocation_arguments import add_handle, seconds
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
-from torchx_monarch.cli.output import Screen, add_json, print_record
+from torchx_monarch.cli.output import Screen, print_record
 from torchx_monarch.cli.status import account_facts, headline, trend_lines
 from torchx_monarch.insight.log_lines import is_terminal
 from torchx_monarch.insight.rank_sample import RankView
@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--once", action="store_true", help="print it once, with all ranks")
     parser.add_argument("--by-host", action="store_true", help="a line for each host instead of each rank")
-    add_json(parser)
 
 
 def to_json(facts: JobFacts) -> dict[str, object]:
