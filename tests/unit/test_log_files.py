@@ -23,8 +23,7 @@ from tests.waits import WITHIN
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine
 from torchx_monarch.cli import logs
-from torchx_monarch.cli.logs import LogMerge, _Tail
-from torchx_monarch.insight.log_lines import LogLine
+from torchx_monarch.cli.logs import LogMerge
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_files, log_reader
@@ -235,17 +234,6 @@ def test_a_followed_log_that_is_silent_holds_no_other_up() -> None:
     assert read == [*(("other", line) for line in others), ("silent", TimedLine(9.0, "late"))]
 
 
-def test_the_last_lines_are_those_from_before_the_command() -> None:
-    shown: list[str] = []
-    tail = _Tail(lambda line: shown.append(line[2].text), count=2, began=10.0)
-    for time, text in ((1.0, "a"), (2.0, "b"), (3.0, "c")):
-        tail.add((("r", 0), time, LogLine(text)))
-    assert shown == []
-    tail.show_all()
-    tail.add((("r", 0), 9.0, LogLine("d")))  # it was written late, and no last line is waited for
-    assert shown == ["b", "c", "d"]
-
-
 def test_an_error_of_a_log_is_raised() -> None:
     def broken() -> Iterator[TimedLine]:
         yield TimedLine(1.0, "a")
@@ -270,7 +258,8 @@ def test_the_last_lines_of_a_rank_are_looked_for_until_there_are_enough(
     app = AppSnapshot("a", "a", [RoleSnapshot(RoleSpec("r"), [ReplicaSnapshot("r", 0, State.SUCCEEDED)])])
     app = dataclasses.replace(app, app=AppDef("a", [role]))
     scheduler = SimpleNamespace(apps=SimpleNamespace(replica_log=replica_log))
-    job = SimpleNamespace(scheduler=scheduler, read_app=lambda: (app, SimpleNamespace(state=State.SUCCEEDED)))
+    status = SimpleNamespace(state=State.SUCCEEDED)
+    job = SimpleNamespace(scheduler=scheduler, read_app=lambda: (app, status))
     monkeypatch.setattr(logs, "opened_job", lambda _: contextlib.nullcontext(job))
     names = ("role", "since", "timestamps", "follow", "json")
     logs.run(argparse.Namespace(handle="s://x/a", rank=[range(1)], tail=2, **dict.fromkeys(names)))
@@ -278,3 +267,8 @@ def test_the_last_lines_of_a_rank_are_looked_for_until_there_are_enough(
     logs.run(argparse.Namespace(handle="s://x/a", rank=[range(1, 2)], tail=1, **dict.fromkeys(names)))
     assert capsys.readouterr().out == "[1] line 39999\n"
     assert tails == [1002, 16_032, 256_512, 256_512, 1001, 1001]
+    old = [TimedLine(1.0, f"[r0]:{text}\n") for text in "abc"]
+    late = [TimedLine(9e9, "[r0]:d\n"), TimedLine(1.0, "[r0]:e\n")]  # after the command has begun
+    scheduler.apps.replica_log, status.state = lambda *_, **__: iter([*old, *late]), State.RUNNING
+    logs.run(argparse.Namespace(handle="s://x/a", tail=2, **dict.fromkeys((*names, "rank")) | {"follow": True}))
+    assert capsys.readouterr().out == "".join(f"[0] {text}\n" for text in "bcde")

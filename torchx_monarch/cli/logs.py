@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import heapq
 import math
 import sys
@@ -27,7 +26,6 @@ from torchx_monarch.insight.log_lines import LastStates, LogLine, is_coloured, i
 from torchx_monarch.insight.stacks import rank_ranges
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.schedulers.log_display import parser_of
-from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.system.line_output import LineOutput
 from torchx_monarch.system.processes import raise_file_limit
 from torchx_monarch.system.untrusted_text import one_line
@@ -78,50 +76,35 @@ def run(args: argparse.Namespace) -> None:
         roles = _roles(app, args)
         if args.rank is not None:
             _check_ranks(app, roles, args)
-        open_logs = functools.partial(_open_logs, job.scheduler, app, roles, args)
+
+        def open_logs(tail: int, follow: bool) -> dict[Source, Iterator[TimedLine]]:
+            query = {"since": args.since, "tail": tail, "ranks": args.rank or (), "follow": follow}
+            places = [(replica.role, replica.id) for replica in app.replicas if replica.role in roles]
+            return {place: _readable(job.scheduler.apps.replica_log(app, *place, **query)) for place in places}
+
         counted = _Printer(app, timestamps=True, as_json=True)
         logs = open_logs(_tail(open_logs, counted, args), follow := args.follow and not status.state.is_terminal)
         printer = _Printer(app, args.timestamps, args.json)
-        tail = _Tail(printer.show, args.tail, began)
-        merged = LogMerge(logs, follow, on_idle=tail.show_all, on_wait=sys.stdout.buffer.flush)
+        held: deque[_Line] | None = None if args.tail is None else deque(maxlen=args.tail)
+        """The last lines of those that were written before this command began; None once they are shown."""
+
+        def show_held() -> None:
+            nonlocal held
+            lines, held = held or (), None
+            for line in lines:
+                printer.show(line)
+
+        merged = LogMerge(logs, follow, on_idle=show_held, on_wait=sys.stdout.buffer.flush)
         for line in printer.parsed(merged, args.rank):
-            tail.add(line)
-        tail.show_all()
+            if held is not None and line[1] <= began:
+                held.append(line)
+            else:
+                show_held()
+                printer.show(line)
+        show_held()
     if args.rank is not None and not printer.has_chosen:
         hint = ". Lines name their rank with torchrun's --tee 3, which monarch.spmd sets"
         say(f"no line of this log is of these ranks{'' if printer.has_named_ranks else hint}")
-
-
-class _Tail:
-    """Show the last lines of those that were written before the command began, and later ones as they come.
-
-    Args:
-        show: shows a line.
-        count: the number of last lines; None for all lines.
-        began: when the command began, in seconds since the epoch.
-    """
-
-    def __init__(self, show: Callable[[_Line], None], count: int | None, began: float) -> None:
-        self._show = show
-        self._began = began
-        self._last: deque[_Line] = deque(maxlen=count)
-        self._is_holding = count is not None
-
-    def add(self, line: _Line) -> None:
-        """Show a line, or hold it until it is known whether it is one of the last."""
-        _, time, _ = line
-        if self._is_holding and time <= self._began:
-            self._last.append(line)
-        else:
-            self.show_all()
-            self._show(line)
-
-    def show_all(self) -> None:
-        """Show the lines that are held: the logs have been read to their present ends. Hold no later line."""
-        for line in self._last:
-            self._show(line)
-        self._last.clear()
-        self._is_holding = False
 
 
 def _roles(app: AppSnapshot, args: argparse.Namespace) -> list[str]:
@@ -167,26 +150,6 @@ def _tail(
             break
         tail *= 16
     return tail
-
-
-def _open_logs(
-    scheduler: MonarchScheduler,
-    app: AppSnapshot,
-    roles: Sequence[str],
-    args: argparse.Namespace,
-    tail: int,
-    follow: bool,
-) -> dict[Source, Iterator[TimedLine]]:
-    """Return the lines of each replica of some roles."""
-    return {
-        (replica.role, replica.id): _readable(
-            scheduler.apps.replica_log(
-                app, replica.role, replica.id, since=args.since, tail=tail, ranks=args.rank or (), follow=follow
-            )
-        )
-        for replica in app.replicas
-        if replica.role in roles
-    }
 
 
 def _readable(lines: Iterable[TimedLine]) -> Iterator[TimedLine]:
