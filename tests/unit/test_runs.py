@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any, NoReturn, cast
 
 import pytest
@@ -115,13 +116,13 @@ class RunningRun:
 
 def has_result(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None]) -> None:
     """Have something happen each time that a run's result is awaited."""
+    wait = futures.wait
 
-    class Handle(RunHandle):
-        def result(self, timeout: float | None = None) -> RunResult:
-            meanwhile()
-            return super().result(30)
+    def await_result(runs: Any, timeout: float) -> None:
+        meanwhile()
+        wait(runs, 30)
 
-    monkeypatch.setattr("torchx_monarch.client.run.RunHandle", Handle)
+    monkeypatch.setattr(futures, "wait", await_result)
 
 
 @pytest.mark.usefixtures("plain_signals")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import platform
@@ -21,7 +20,7 @@ from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.output import print_json
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.schedulers.install_checks import REMEDY, installed_version
-from torchx_monarch.schedulers.monarch import registered_scheduler
+from torchx_monarch.schedulers.monarch import opened
 from torchx_monarch.system.untrusted_text import one_line
 
 T = TypeVar("T")
@@ -67,8 +66,7 @@ def check_installation() -> Iterator[CheckResult]:
 
 def _check_scheduler(name: str, cfg: str) -> Iterator[CheckResult]:
     """Check that jobs can be submitted to a scheduler with run options, and those of ``.torchxconfig``."""
-    scheduler = registered_scheduler(name)
-    with contextlib.closing(scheduler.inner):
+    with opened(name) as scheduler:
         yield CheckResult("scheduler", name)
         options = scheduler.run_opts()
         values: dict[str, CfgVal] = options.cfg_from_str(cfg)

@@ -30,7 +30,7 @@ from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import job_status
 from torchx_monarch.schedulers.job_metrics import AttemptMetrics, read_metrics, trends
 from torchx_monarch.schedulers.job_status import JobStatus, LiveState
-from torchx_monarch.schedulers.monarch import MonarchScheduler, registered_scheduler
+from torchx_monarch.schedulers.monarch import MonarchScheduler, opened
 
 _AT_A_TIME = 16
 """Roles whose replicas 0 are asked at the same time."""
@@ -188,13 +188,3 @@ def opened_job(handle: str, role: str = "", address: str = "", timeout: float = 
     scheduler_name, _, app_id = parse_app_handle(handle)
     with opened(str(scheduler_name)) as scheduler:
         yield JobReader(scheduler, handle, str(app_id), role, address, timeout)
-
-
-@contextlib.contextmanager
-def opened(name: str) -> Iterator[MonarchScheduler]:
-    """Create a scheduler (``registered_scheduler``); close its connections afterwards."""
-    scheduler = registered_scheduler(name)
-    try:
-        yield scheduler
-    finally:
-        scheduler.inner.close()

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torchx_monarch.cli.doctor import run_groups
-from torchx_monarch.cli.jobs import opened
 from torchx_monarch.cli.output import print_json, print_table
 from torchx_monarch.cli.status import shape_of
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.log_lines import is_terminal
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.schedulers.job_status import JobStatus, build
+from torchx_monarch.schedulers.monarch import opened
 from torchx_monarch.schedulers.recorded_apps import LOCAL, RecordedApp, recorded_apps
 from torchx_monarch.system.untrusted_text import one_line
 

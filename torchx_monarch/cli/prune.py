@@ -12,14 +12,13 @@ from typing import Any
 
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.cli.allocation_arguments import since
-from torchx_monarch.cli.jobs import opened
 from torchx_monarch.cli.output import print_json, print_table
 from torchx_monarch.cli.top import show_bytes
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.model.host_spec import parse_size
 from torchx_monarch.schedulers.job_status import build
-from torchx_monarch.schedulers.monarch import MonarchScheduler
+from torchx_monarch.schedulers.monarch import MonarchScheduler, opened
 from torchx_monarch.schedulers.recorded_apps import RecordedApp, recorded_apps
 from torchx_monarch.system.untrusted_text import one_line
 

@@ -12,7 +12,7 @@ import os
 import socket
 import ssl
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.backends.core import state_files, stored_apps
@@ -88,7 +88,9 @@ def _on_this_machine(handle: str, app_id: str, role: str, runner: Runner | None)
     except state_files.DamagedFileError as error:
         raise UnreachableError(f"it is not known where the hosts of {app_id} listen: {error}") from None
     if app is None:
-        with _scheduler(handle, runner):  # raises for one of another package
+        from torchx_monarch.schedulers.monarch import opened
+
+        with opened(handle.partition(":")[0], runner):  # raises for one of another package
             pass
         raise UnreachableError(
             f"{handle} is not known in {state_files.state_dir()}: no app of this machine, and no certificate to reach "
@@ -112,24 +114,13 @@ def _host(handle: str, app_id: str, role: str, stored_host: str, runner: Runner 
     """Return the hostname of a role's replica 0: ``stored_host``, or if it starts with ``@`` the scheduler's answer."""
     if not stored_host.startswith("@"):
         return stored_host
-    with _scheduler(handle, runner) as scheduler:
+    from torchx_monarch.schedulers.monarch import opened
+
+    with opened(handle.partition(":")[0], runner) as scheduler:
         host: str = scheduler.apps.address(app_id, role)
     if not host:
         raise UnreachableError(f"{handle}: its scheduler does not say yet where replica 0 of role {role!r} runs")
     return host
-
-
-@contextlib.contextmanager
-def _scheduler(handle: str, runner: Runner | None) -> Iterator[MonarchScheduler]:
-    """Yield the scheduler of an app, of a runner or of a new one, which is closed afterwards."""
-    from torchx_monarch.schedulers.monarch import scheduler_of
-
-    with contextlib.ExitStack() as stack:
-        if runner is None:
-            from torchx.runner import get_runner
-
-            runner = stack.enter_context(get_runner())
-        yield scheduler_of(runner, handle.partition(":")[0])
 
 
 # -- the connection ----------------------------------------------------------------------------------------------------
@@ -297,5 +288,3 @@ def _context(target: Target) -> ssl.SSLContext:
 
 if TYPE_CHECKING:
     from torchx.runner import Runner
-
-    from torchx_monarch.schedulers.monarch import MonarchScheduler

@@ -214,26 +214,19 @@ def decode_values(result: RunResult, values: Mapping[int, bytes], encoding: Enco
         raise error from failure
     decoded, missing = dict[int, Any](), dict[int, str]()
     for rank in sorted(result.ranks):
+        kind, _, data = values.get(rank, b"").partition(b"\n")
         try:
-            decoded[rank] = _decode(values.get(rank, b""), encoding)
+            if kind == encoding.encode():
+                decoded[rank] = json.loads(data) if encoding == "json" else pickle.loads(data)
+            elif kind == b"none":
+                missing[rank] = f"it returned {one_line(data[:1000].decode(errors='replace'))}"
+            else:
+                missing[rank] = "it ended before the function returned, or its value was lost on the way"
         except Exception as error:  # unpickling calls what the data names
-            missing[rank] = str(error) if isinstance(error, _NoValueError) else f"its value cannot be read: {error!r}"
+            missing[rank] = f"its value cannot be read: {error!r}"
     if missing:
         raise ResultError(result, decoded, missing)
     return [decoded[rank] for rank in sorted(decoded)]
-
-
-class _NoValueError(Exception):
-    """Raised when a rank has sent no value; the message gives the reason."""
-
-
-def _decode(content: bytes, encoding: Encoding) -> Any:
-    kind, _, data = content.partition(b"\n")
-    if kind == b"none":
-        raise _NoValueError(f"it returned {one_line(data[:1000].decode(errors='replace'))}")
-    if kind != encoding.encode():
-        raise _NoValueError("it ended before the function returned, or its value was lost on the way")
-    return json.loads(data) if encoding == "json" else pickle.loads(data)
 
 
 def _exception(content: bytes, encoding: Encoding) -> Exception | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -87,19 +86,6 @@ class _NotReady(UnreachableError):
     """Raised when the hosts answer, and what is waited for is not there yet; the message names it."""
 
 
-class _Contact(enum.Enum):
-    """What this client has had to do with the hosts."""
-
-    NONE = enum.auto()
-    """They have answered no request yet."""
-
-    MADE = enum.auto()
-    """They have answered a request."""
-
-    RELEASED = enum.auto()
-    """They were released by this client, which asks them for nothing any more."""
-
-
 class _AppState(NamedTuple):
     """The state of the app as its scheduler has reported it; empty before the scheduler was asked.
 
@@ -139,7 +125,8 @@ class Hosts:
         self._runner = runner
         self._start_timeout = start_timeout
         self._target: Target | None = None
-        self._contact = _Contact.NONE
+        self._has_answered = False
+        self._is_released = False  # by this client, which asks them for nothing any more
         self._app_state = _AppState()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -159,7 +146,7 @@ class Hosts:
     @property
     def target(self) -> Target:
         """The address and credentials of replica 0; UnreachableError without them, and after ``release``."""
-        if self._contact is _Contact.RELEASED:
+        if self._is_released:
             raise UnreachableError(f"{self.handle} was released")
         if self._target is None:
             self._target = Target.from_handle(self.handle, self._role, self._address, self._runner)
@@ -198,15 +185,16 @@ class Hosts:
     def _read_app(self) -> tuple[AppSnapshot, AppStatus] | None:
         from torchx.specs import parse_app_handle
 
-        from torchx_monarch.schedulers.monarch import scheduler_of
+        from torchx_monarch.schedulers.monarch import opened
 
         scheduler_name, _, app_id = parse_app_handle(self.handle)
-        return scheduler_of(self.runner, scheduler_name).apps.read(app_id)
+        with opened(scheduler_name, self._runner) as scheduler:
+            return scheduler.apps.read(app_id)
 
     def release(self) -> None:
         """Cancel the app through its scheduler; does nothing if the app has ended."""
         self.runner.cancel(self.handle)
-        self._contact, self._app_state = _Contact.RELEASED, _AppState()
+        self._is_released, self._app_state = True, _AppState()
 
     def ask_status(self) -> AllocationStatus | None:
         """Ask replica 0 for the state of the allocation; return None if it cannot be reached or is ending."""
@@ -295,7 +283,7 @@ class Hosts:
         while True:
             try:
                 result = operation(self.target)
-                self._contact = _Contact.MADE
+                self._has_answered = True
                 return result
             except _NotReady as error:
                 reason = str(error)
@@ -312,7 +300,7 @@ class Hosts:
 
     def check_alive(self) -> None:
         """Raise if the scheduler reports that the app has ended. Asks the scheduler at most every few seconds."""
-        if self._address and self._contact is not _Contact.RELEASED:
+        if self._address and not self._is_released:
             return
         if time.monotonic() > self._app_state.asked + _ASK_SCHEDULER_EVERY:
             self._ask_scheduler()
@@ -330,9 +318,9 @@ class Hosts:
         behind it have ended.
         """
         self.check_alive()
-        if error.final or (self._address and self._contact is _Contact.MADE):
+        if error.final or (self._address and self._has_answered and not self._is_released):
             raise error
-        if self._contact is _Contact.RELEASED:
+        if self._is_released:
             return "the end of the hosts"
         if self._address:
             return f"an answer at {self._address}: {error}"

@@ -12,8 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError  # the built-in one since Python 3.11
+from concurrent import futures
 from typing import Any, TextIO
 
 from torchx_monarch.client.connection import Connection
@@ -21,7 +20,6 @@ from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.client.result import RankOutput, RunResult, rank_result
 from torchx_monarch.client.run_options import Output, check_output
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
-from torchx_monarch.function import MAX_VALUE_BYTES
 from torchx_monarch.insight.log_lines import LastStates, LogLine, is_coloured, is_terminal
 from torchx_monarch.model.codec import decode
 from torchx_monarch.model.job_result import RankExit
@@ -175,9 +173,7 @@ class Collector:
         raise UnreachableError(f"run {records.run} is not followed any more")
 
     def _add_value(self, rank: int, part: bytes, is_last: bool) -> None:
-        content = self._parts.setdefault(rank, bytearray())
-        if len(content) < MAX_VALUE_BYTES + 100:  # a host sends no more
-            content += part
+        self._parts.setdefault(rank, bytearray()).extend(part)
         if is_last:
             self.values[rank] = bytes(self._parts.pop(rank))
 
@@ -247,7 +243,7 @@ def show(stream: str, text: str) -> None:
             file.flush()
 
 
-class RunHandle(Future[RunResult]):
+class RunHandle(futures.Future[RunResult]):
     """A run that executes in the background, as a future of its result.
 
     ``SPMDJob.run_spmd_async`` and ``SPMDJob.follow`` return it. A daemon thread receives the output. It is also done
@@ -333,7 +329,9 @@ def collect_with_interrupts(hosts: Hosts, records: Records, collector: Collector
                 with contextlib.suppress(BrokenPipeError):  # Ctrl-C also ends a `tee` that reads this
                     say(f"{'killing' if kill else 'stopping'} run {run.run}{name}{hint}")
                 run.cancel(kill)
-            result = _result_of(run)
+            while not run.done():
+                futures.wait([run], _SIGNALS_INTERVAL_S)
+            result = run.result()
             break
         except KeyboardInterrupt as error:
             interrupts.append(error.with_traceback(None))
@@ -342,12 +340,3 @@ def collect_with_interrupts(hosts: Hosts, records: Records, collector: Collector
     if interrupts:
         raise interrupts[0]
     return result
-
-
-def _result_of(run: RunHandle) -> RunResult:
-    while True:
-        try:
-            return run.result(_SIGNALS_INTERVAL_S)
-        except FutureTimeoutError:
-            if run.done():
-                return run.result()

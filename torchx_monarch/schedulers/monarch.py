@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -372,6 +372,19 @@ def scheduler_of(runner: Runner, name: str) -> MonarchScheduler:
         return _own(torchx_api.scheduler_of(runner, name), name)
     except UnknownSchedulerException:
         raise UserError(no_scheduler(name)) from None
+
+
+@contextlib.contextmanager
+def opened(name: str, runner: Runner | None = None) -> Iterator[MonarchScheduler]:
+    """Yield the scheduler of a runner or, without one, a new one that is closed afterwards."""
+    if runner is not None:
+        yield scheduler_of(runner, name)
+        return
+    scheduler = registered_scheduler(name)
+    try:
+        yield scheduler
+    finally:
+        scheduler.inner.close()
 
 
 def _own(scheduler: Scheduler[Any], name: str) -> MonarchScheduler:

@@ -18,7 +18,7 @@ from torchx_monarch.command.rewrite import Rewritten, resolved
 from torchx_monarch.command.shell import escape
 from torchx_monarch.model.role_spec import SPARES, RoleSpec, WorkloadKind, is_sidecar, read_number
 from torchx_monarch.schedulers import recorded_apps
-from torchx_monarch.schedulers.monarch import registered_scheduler
+from torchx_monarch.schedulers.monarch import opened
 
 _TO_GET_ONE = "To get one: torchx run -s monarch_local monarch.hosts -j 1x4"
 
@@ -82,7 +82,8 @@ def _read(handle: str) -> AppSnapshot | None:
         name, _, app_id = parse_app_handle(handle)
     except MalformedAppHandleException:
         raise UserError(f"Run option `on` is {handle!r}; a handle is SCHEDULER://SESSION/APP") from None
-    found = registered_scheduler(name).apps.read(app_id, brief=True)
+    with opened(name) as scheduler:
+        found = scheduler.apps.read(app_id, brief=True)
     return None if found is None or found[1].state.is_terminal else found[0]
 
 
