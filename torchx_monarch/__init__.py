@@ -46,42 +46,28 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_PUBLIC = {
-    "AllocationError": "exceptions",
-    "AllocationStatus": "client.hosts",
-    "BackendError": "backends.core.errors",
-    "ClientError": "exceptions",
-    "CodeError": "exceptions",
-    "InvalidCommandError": "schedulers.monarch",
-    "MonarchJob": "client.monarch_job",
-    "Output": "client.run_options",
-    "RankOutput": "client.result",
-    "RankResult": "client.result",
-    "RefusedError": "exceptions",
-    "ResultError": "exceptions",
-    "RunHandle": "client.run",
-    "RunInfo": "client.result",
-    "RunOptions": "client.run_options",
-    "RunOptionsDict": "client.run_options",
-    "RunResult": "client.result",
-    "SPMDError": "exceptions",
-    "SPMDJob": "client.job",
-    "SyncMode": "client.workspace_sync",
-    "ThisJob": "client.this_job",
-    "TorchXMonarchError": "exceptions",
-    "UnreachableError": "exceptions",
-    "UserError": "backends.core.errors",
-    "WorkspaceError": "schedulers.monarch",
-    "checkpoint": "training.checkpoint",
-    "last_checkpoint": "training.checkpoint",
-    "progress": "insight.step_progress",
-    "run": "client.function",
-    "serve": "client.serve",
-    "steps": "training.steps",
-    "this_job": "client.this_job",
-    "time_left": "training.steps",
+_MODULES = {
+    "backends.core.errors": "BackendError UserError",
+    "client.function": "run",
+    "client.hosts": "AllocationStatus",
+    "client.job": "SPMDJob",
+    "client.monarch_job": "MonarchJob",
+    "client.result": "RankOutput RankResult RunInfo RunResult",
+    "client.run": "RunHandle",
+    "client.run_options": "Output RunOptions RunOptionsDict",
+    "client.serve": "serve",
+    "client.this_job": "ThisJob this_job",
+    "client.workspace_sync": "SyncMode",
+    "exceptions": "AllocationError ClientError CodeError RefusedError ResultError SPMDError TorchXMonarchError "
+    "UnreachableError",
+    "insight.step_progress": "progress",
+    "schedulers.monarch": "InvalidCommandError WorkspaceError",
+    "training.checkpoint": "checkpoint last_checkpoint",
+    "training.steps": "steps time_left",
 }
-"""The module that defines each public name; ``__getattr__`` imports it on first use."""
+"""The public names that each module defines; ``__getattr__`` imports it on first use."""
+
+_PUBLIC = dict(sorted((name, module) for module, names in _MODULES.items() for name in names.split()))
 
 __all__ = [*_PUBLIC]
 

@@ -212,7 +212,7 @@ def test_a_status_shows_what_ranks_do_in_a_few_lines() -> None:
     assert said in render(replace(status, activity=quiet), 101.0).splitlines()
     many = [Rank(replace(now[1].sample, rank=rank, state="stopped")) for rank in range(9)]
     shown = render(replace(status, activity=views(many)), 101.0)
-    assert shown.endswith("rank 0 is stopped; rank 1 is stopped; rank 2 is stopped; …")
+    assert shown.endswith("rank 2 is stopped; rank 3 is stopped; rank 4 is stopped; …")
 
 
 APP = AppSnapshot("a-1", "a", [])

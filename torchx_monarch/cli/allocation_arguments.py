@@ -24,7 +24,6 @@ def add_handle(parser: argparse.ArgumentParser, required: bool = False) -> None:
 
 
 def add_role_and_address(parser: argparse.ArgumentParser) -> None:
-    """Define the options that say where the hosts of an allocation are."""
     parser.add_argument("--role", default="", help="which of the app's roles (default: the first)")
     add_address(parser)
 
@@ -37,7 +36,6 @@ def add_address(parser: argparse.ArgumentParser) -> None:
 
 
 def hosts_of(args: argparse.Namespace, start_timeout: float = START_TIMEOUT) -> Hosts:
-    """Return the hosts that the arguments name."""
     return Hosts(args.handle, args.role, args.address, start_timeout=start_timeout)
 
 

@@ -57,9 +57,13 @@ def run(args: argparse.Namespace) -> None:
     if not (os.isatty(0) and os.isatty(1)):
         raise CommandError("a debugger needs a terminal as stdin and stdout", exit_codes.USAGE)
     rank = waiting[0].rank if args.rank is None else args.rank
-    link = attach(hosts, rank)
-    say(f"attached to rank {rank}. With `detach` or Ctrl-] it goes on without a debugger")
-    say(f"rank {rank} {one_line(interact(link), 300)}")
+    columns, rows = os.get_terminal_size(0)
+    terminal = {"kind": os.environ.get("TERM", "dumb"), "rows": rows, "columns": columns}
+    with hosts.open({"type": "debug", "rank": rank, **terminal}, wait=False) as link:
+        link.answer()  # refused if the rank waits in no breakpoint, or another client debugs it
+        say(f"attached to rank {rank}. With `detach` or Ctrl-] it goes on without a debugger")
+        reason = interact(link)
+    say(f"rank {rank} {one_line(reason, 300)}")
 
 
 def _print(found: list[Breakpoint]) -> None:
@@ -93,25 +97,9 @@ def list_breakpoints(hosts: Hosts) -> list[Breakpoint]:
     return [decode(Breakpoint, rank) for rank in answer["ranks"]]
 
 
-def attach(hosts: Hosts, rank: int) -> Connection:
-    """Attach to a rank that waits in a breakpoint; return the connection to replica 0, for ``interact``.
-
-    Raises:
-        RefusedError: the rank waits in no breakpoint, or is being debugged by another client.
-    """
-    greeting = {"type": "debug", "rank": rank, "kind": os.environ.get("TERM", "dumb"), **_size()}
-    link = hosts.open(greeting, wait=False)
-    try:
-        link.answer()
-    except BaseException:
-        link.close()
-        raise
-    return link
-
-
 def interact(link: Connection) -> str:
     """Pass keys on to the rank, and show its output, until one side ends; return what has become of the rank."""
-    with link, _raw_terminal():
+    with _raw_terminal():
         reason = _show(link)  # messages may have arrived with the answer
         while not reason:
             readable, _, _ = select.select([0, link.fileno()], [], [])
@@ -151,8 +139,3 @@ def _raw_terminal() -> Iterator[None]:
     finally:
         termios.tcsetattr(0, termios.TCSADRAIN, before)
         termination.remove()
-
-
-def _size() -> dict[str, int]:
-    columns, rows = os.get_terminal_size(0)
-    return {"rows": rows, "columns": columns}

@@ -200,7 +200,6 @@ class _Drill:
             )
 
     def _run(self, fault: str, moment: Moment, timeout: float) -> Record:
-        """Run the program in a fresh folder, with a fault or without."""
         folder = self._base / f"{self._count}_{fault or 'undisturbed'}"
         self._count += 1
         shutil.copytree(self._base / "workspace", folder, symlinks=True)
@@ -224,7 +223,6 @@ class _Drill:
 
 
 def differ(plain: Record, found: Record, fault: str = "") -> list[Difference]:
-    """Return in what a run differs from the undisturbed one."""
     if fault and (found.struck is None or not (found.restarts or fault == "disk")):
         return [Difference("missed", "the program ended before its moment had come")]
     if found.state is not State.SUCCEEDED:

@@ -114,12 +114,10 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """How long the job took."""
         return self.ended - self.began
 
     @property
     def final(self) -> dict[Key, Progress]:
-        """The last report of each rank."""
         return dict(self.attempts)
 
     @property
@@ -233,7 +231,6 @@ class Run:
         return found
 
     def _written(self) -> dict[str, int]:
-        """Return the sizes of the files that the job has written, by path."""
         return {path: file[0] for path, file in self._files.items() if self._before.get(path) != file}
 
     def _checkpoints(self) -> list[str]:

@@ -66,7 +66,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run a command on the hosts, after bringing them the code."""
     words = _words(args)
     env = {}
     for pair in args.env:
@@ -168,7 +167,6 @@ def stream_and_exit(
 
 
 def print_accepted(handle: str, run: int) -> None:
-    """Print the first JSON record of a run."""
     _print({"type": "accepted", "handle": handle, "run": run})
 
 

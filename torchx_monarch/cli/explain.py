@@ -96,14 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the explanation."""
     with opened_job(args.handle, address=args.address) as job:
         found = explain(job, job.read(SAMPLE_PAUSE_S))
     print_json(dataclasses.asdict(found)) if args.json else print("\n".join(render(found)))
 
 
 def explain(job: JobReader, facts: JobFacts) -> Explanation:
-    """Put together what is known of a job."""
     status, earlier = facts.status, [*_earlier_jobs(job, facts)]
     success = next((found for found in earlier if found[1].state == State.SUCCEEDED), None)
     alike = [found.handle for _, found in earlier if status.cause and _kind_of(found.cause) == _kind_of(status.cause)]
@@ -234,7 +232,6 @@ def _submitted(role: Role) -> dict[str, str]:
 
 
 def render(found: Explanation) -> list[str]:
-    """Return the explanation as lines."""
     lines = [f"{found.handle}: {found.headline}"]
     single = [("cause", found.cause), ("raised", found.raised), ("hang", found.hang), *found.facts.items()]
     single += [("like before", handle) for handle in found.same_cause]

@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Add the default scheduler to the ``.torchxconfig`` of the current folder, and say what was written."""
     if args.scheduler not in get_scheduler_factories():
         raise UserError(no_scheduler(args.scheduler))
     path = Path.cwd() / config.CONFIG_FILE

@@ -108,7 +108,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _roles(app: AppSnapshot, args: argparse.Namespace) -> list[str]:
-    """Return the names of the roles that the arguments choose."""
     roles = [role.spec.name for role in app.roles]
     if args.role is not None and args.role not in roles:
         raise UserError(f"{args.handle} has no role {args.role!r}; its roles are {', '.join(roles)}")
@@ -266,7 +265,6 @@ class LogMerge(Generic[K]):
             self._has_come.set()
 
     def __iter__(self) -> Iterator[tuple[K, TimedLine]]:
-        """Yield each line with its log's key."""
         while self._heap or self._open:
             if self._silent and self._take(self._timeout()):
                 continue

@@ -43,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print a table of jobs, the newest first."""
     jobs, older = read_jobs(args.scheduler, 0 if args.json else max(0, args.limit))
     if args.json:
         print_json([job.to_json() for job in jobs])

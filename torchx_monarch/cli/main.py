@@ -90,7 +90,6 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
     """Implement ``torchx monarch`` with the sub-commands of ``SUB_COMMANDS``."""
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
-        """Define the arguments of ``torchx monarch``."""
         version = f"torchx-monarch {metadata.version('torchx-monarch')}"
         subparser.add_argument("--version", action="version", version=version, help="print the version")
         commands = subparser.add_subparsers(
@@ -110,7 +109,6 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         subparser.error = error  # type: ignore[method-assign]
 
     def run(self, args: argparse.Namespace) -> None:
-        """Execute the sub-command; exit with its exit code, or with an error message."""
         from torchx.specs import InvalidRunConfigException, MalformedAppHandleException
         from torchx.specs.api import UnknownSchedulerException
 

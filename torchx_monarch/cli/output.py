@@ -24,12 +24,10 @@ def print_table(head: list[str], rows: list[list[str]]) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Define ``--json``."""
     parser.add_argument("--json", action="store_true", help=_HELP)
 
 
 def print_json(value: object) -> None:
-    """Print a value as indented JSON."""
     print(json.dumps(value, indent=1))
 
 

@@ -37,7 +37,6 @@ def _size(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Remove the jobs that have ended and for which all that the arguments say holds."""
     if args.older is None and args.larger is None:
         raise UserError("nothing says which jobs: use --older AGE, --larger SIZE, or both")
     removed: list[dict[str, Any]] = []

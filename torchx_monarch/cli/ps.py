@@ -19,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print a table of the runs."""
     runs, rows = hosts_of(args, _START_TIMEOUT).runs(), []
     if args.json:
         print_json(runs)

@@ -104,8 +104,8 @@ class CmdWait:
 
 # -- as text -----------------------------------------------------------------------------------------------------------
 
-_MAX_RUNS = 5
-"""Runs of a live allocation that are shown."""
+_MAX_SHOWN = 5
+"""How many of the last runs and failures are shown, and of the metrics, breakpoints and ranks that do not run."""
 
 _MIN_LATE_S = 0.001
 """Time by which a rank must be late to be named."""
@@ -115,18 +115,6 @@ _MIN_HANG_S = 5.0
 
 _MIN_QUIET_S = 15.0
 """Time for which no rank has printed or called anything until it is said."""
-
-_MAX_NOT_RUNNING = 3
-"""Ranks that do not run whose state is shown."""
-
-_MAX_BREAKPOINTS = 4
-"""Ranks that wait in a breakpoint that are shown."""
-
-_MAX_FAILURES = 5
-"""Last failures whose times since a checkpoint are shown."""
-
-_MAX_TRENDS = 4
-"""Metrics whose trends are shown."""
 
 _MAX_ALIKE = 8
 """Replicas of a role in the same state that have a line each; more of them share one."""
@@ -142,7 +130,6 @@ def render(status: JobStatus, now: float | None = None) -> str:
 
 
 def headline(status: JobStatus) -> str:
-    """Return the handle of a job, its state, and how long it took."""
     return f"{one_line(status.handle)}: {state_and_time(status)}"
 
 
@@ -169,9 +156,9 @@ def facts(status: JobStatus, now: float | None = None, *, on_page: bool = False)
         ("raised", raised_at(status.traceback)),
         ("log", one_line(status.log or "") if status.log != status.log_folder else ""),
         ("phase", PHASES.get(status.phase or "", "")),
-        ("exit code", _show_number(status.exit_code)),
+        ("exit code", "" if status.exit_code is None else str(status.exit_code)),
         ("attempt", _attempt(status)),
-        ("restarts", _show_number(status.restarts or None)),
+        ("restarts", str(status.restarts or "")),
     ]
     found += [("replicas", line) for line in _replicas(status.replicas or ())]
     found += [("hosts", shape_of(status, " (world size {})")), ("spares", one_line(", ".join(status.spares)))]
@@ -180,7 +167,7 @@ def facts(status: JobStatus, now: float | None = None, *, on_page: bool = False)
     found += [("excluded", exclusion.message) for exclusion in status.excluded]
     found += [("last failure", _with_time(failure, since)), ("hang", _with_time(status.hang, since))]
     found += [("silent", status.silent.message)] if status.silent is not None else []
-    found += [("breakpoint", _with_time(waiting, since)) for waiting in status.breakpoints[:_MAX_BREAKPOINTS]]
+    found += [("breakpoint", _with_time(waiting, since)) for waiting in status.breakpoints[:_MAX_SHOWN]]
     found += [
         ("last output", show_when(status.last_output, since) if status.last_output else ""),
         ("progress", _progress(activity) or (f"step {status.step}" if status.step is not None else "")),
@@ -204,7 +191,7 @@ def account_facts(account: Account | None) -> list[tuple[str, str]]:
         return []
     steps = f"{account.steps:,} done, {account.redone:,} redone"
     ends = [show_duration(seconds) for seconds in account.since_checkpoint if seconds is not None]
-    shown = ", ".join(ends[-_MAX_FAILURES:])
+    shown = ", ".join(ends[-_MAX_SHOWN:])
     steps += f"; {shown} from the last checkpoint to each failure" if shown else ""
     lost = ", ".join(f"{cause} {show_duration(seconds)}" for cause, seconds in account.lost.items() if seconds >= 0.05)
     return [("steps", steps), ("goodput", f"{account.goodput:.1%}" + (f"; the rest: {lost}" if lost else ""))]
@@ -224,10 +211,6 @@ def _replicas(replicas: Sequence[ReplicaState]) -> Iterator[str]:
                 f"{role}/{replica.replica} {text}" + (f" on {replica.host}" if replica.host else "")
                 for replica in group
             )
-
-
-def _show_number(number: int | None) -> str:
-    return "" if number is None else str(number)
 
 
 def _attempt(status: JobStatus) -> str:
@@ -274,8 +257,8 @@ def _resource_use(ranks: Sequence[RankView]) -> str:
         f"GPU {_from_to(busy, '{:.0f}')} %" if busy else "",
     ]
     not_running = [f"rank {rank.rank} is {rank.state}" for rank in running if rank.state != "running"]
-    more = ["…"] if len(not_running) > _MAX_NOT_RUNNING else []
-    return "; ".join([", ".join(filter(None, parts)), *not_running[:_MAX_NOT_RUNNING], *more])
+    more = ["…"] if len(not_running) > _MAX_SHOWN else []
+    return "; ".join([", ".join(filter(None, parts)), *not_running[:_MAX_SHOWN], *more])
 
 
 def _progress(ranks: Sequence[RankView]) -> str:
@@ -295,8 +278,8 @@ def _progress(ranks: Sequence[RankView]) -> str:
 def trend_lines(status: JobStatus) -> list[str]:
     """Return a line for each metric that a rank has reported, with how it has changed."""
     shown = [metric for metric in status.metrics if metric.trend]
-    width = max((len(metric.name) for metric in shown[:_MAX_TRENDS]), default=0)
-    return [f"{one_line(m.name).ljust(width)} {m.trend} {m.last:.4g}" for m in shown[:_MAX_TRENDS]]
+    width = max((len(metric.name) for metric in shown[:_MAX_SHOWN]), default=0)
+    return [f"{one_line(m.name).ljust(width)} {m.trend} {m.last:.4g}" for m in shown[:_MAX_SHOWN]]
 
 
 def _from_to(values: Sequence[float], form: str) -> str:
@@ -315,7 +298,7 @@ def _live(live: LiveState, now: float) -> Iterator[tuple[str, str]]:
     if live.queued:
         runs += f", {live.queued} queued"
     yield "runs", runs
-    for run in live.last_runs[-_MAX_RUNS:]:
+    for run in live.last_runs[-_MAX_SHOWN:]:
         code = f" with code {run['exit_code']}" if run["exit_code"] else ""
         took = show_duration((run["ended"] or now) - run["started"]) if run["started"] else ""
         time_of = f" {'after' if run['ended'] else 'for'} {took}" if took else ""
@@ -329,7 +312,7 @@ def _live(live: LiveState, now: float) -> Iterator[tuple[str, str]]:
 def shape_of(status: JobStatus, world: str = "") -> str:
     """Return the number of hosts, and of ranks on each: ``2x4``, and ``world`` with that of all ranks in its ``{}``."""
     if status.hosts is None or status.ranks is None:
-        return _show_number(status.hosts)
+        return str(status.hosts or "")
     several = f"{status.hosts} with {status.ranks} ranks"
     size = several if status.ranks % status.hosts else f"{status.hosts}x{status.ranks // status.hosts}"
     return size + world.format(status.ranks)

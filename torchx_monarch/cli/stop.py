@@ -19,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """End the allocation, or the run that ``--run`` names."""
     if args.run is not None:
         answer = hosts_of(args).ask({"type": "end-run", "run": args.run, "kill": False})
         is_running = answer["state"] in ("queued", "running")

@@ -40,12 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def to_json(facts: JobFacts) -> dict[str, object]:
-    """Return a job and its ranks as JSON values."""
     return {"status": facts.status.to_json(), "missing": dict(facts.missing), "problem": facts.problem}
 
 
 def run(args: argparse.Namespace) -> None:
-    """Show the job until it has ended, or until Ctrl-C."""
     screen = Screen()
     with opened_job(args.handle, args.role, args.address) as job:
         if args.once:

@@ -54,14 +54,12 @@ def _exit(error: CommandError) -> NoReturn:
 
 def _read_ours(handle: str, runner: Runner) -> tuple[AppSnapshot, State] | None:
     """Return a job of this package and its state; None for another scheduler's; exit if the job does not exist."""
-    from torchx_monarch.schedulers.monarch import MonarchScheduler
+    from torchx_monarch.schedulers.monarch import scheduler_of
 
     try:
         name, _, app_id = parse_app_handle(handle)
-        scheduler = torchx_api.scheduler_of(runner, name)
-    except Exception:  # TorchX's command raises it again
-        return None
-    if not isinstance(scheduler, MonarchScheduler):
+        scheduler = scheduler_of(runner, name)
+    except Exception:  # TorchX's command raises it again, unless the scheduler is of another package
         return None
     found = scheduler.apps.read(app_id, brief=True)
     if found is None:
@@ -74,12 +72,24 @@ class _NamedJob(AppHandleSubCommand):  # type: ignore[misc]
 
     Attributes:
         brief: as in ``TorchXCommand``.
+        option: a switch for jobs of this package alone, with its help text; empty for none.
     """
 
     brief = False
+    option: tuple[str, str] | None = None
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
         subparser.add_argument("app_handle", type=str, help=handles.HELP)
+        if self.option is not None:
+            subparser.add_argument(self.option[0], action="store_true", help=self.option[1], dest="is_extended")
+
+    def read_ours(self, args: argparse.Namespace, runner: Runner) -> tuple[AppSnapshot, State] | None:
+        """Return what ``_read_ours`` does; exit if the switch is given for another scheduler's job."""
+        found = _read_ours(args.app_handle, runner)
+        if found is None and self.option is not None and args.is_extended:
+            print(f"torchx: error: unrecognized arguments: {self.option[0]}", file=sys.stderr)
+            sys.exit(2)
+        return found
 
     def run(self, args: argparse.Namespace) -> None:
         args.app_handle = _resolve(args.app_handle)
@@ -92,8 +102,6 @@ class CmdStatus(TorchXCmdStatus, _NamedJob):  # type: ignore[misc]
 
 
 class CmdDescribe(TorchXCmdDescribe, _NamedJob):  # type: ignore[misc]
-    """Implement ``torchx describe``."""
-
     def run_with_runner(self, args: argparse.Namespace, runner: Runner) -> None:
         """Show the app as it was written, and what its backend starts for each role."""
         super().run_with_runner(args, runner)
@@ -103,25 +111,17 @@ class CmdDescribe(TorchXCmdDescribe, _NamedJob):  # type: ignore[misc]
 
 
 class CmdCancel(TorchXCmdCancel, _NamedJob):  # type: ignore[misc]
-    """Implement ``torchx cancel``."""
-
     brief = True
-
-    def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
-        super().add_arguments(subparser)
-        text = "before, let ranks that use torchx_monarch.steps end at one step and save (jobs of torchx-monarch)"
-        subparser.add_argument("--save", action="store_true", help=text)
+    option = (
+        "--save",
+        "before, let ranks that use torchx_monarch.steps end at one step and save (jobs of torchx-monarch)",
+    )
 
     def run_with_runner(self, args: argparse.Namespace, runner: Runner) -> None:
-        """Cancel the job, and say so."""
-        found = _read_ours(args.app_handle, runner)
-        if args.save:
-            if found is None:
-                print("torchx: error: unrecognized arguments: --save", file=sys.stderr)
-                sys.exit(2)
-            if not found[1].is_terminal:
-                _save_and_cancel(args.app_handle, found[0], runner)
-                return
+        found = self.read_ours(args, runner)
+        if args.is_extended and found is not None and not found[1].is_terminal:
+            _save_and_cancel(args.app_handle, found[0], runner)
+            return
         super().run_with_runner(args, runner)
         if found is not None:
             said = f"{args.app_handle} had ended before: {found[1].name}" if found[1].is_terminal else ""
@@ -129,7 +129,6 @@ class CmdCancel(TorchXCmdCancel, _NamedJob):  # type: ignore[misc]
 
 
 def _save_and_cancel(handle: str, app: AppSnapshot, runner: Runner) -> None:
-    """Have the ranks of each role save, and cancel the job with how they have ended."""
     from torchx_monarch.client.connection import Target, ask
 
     reasons, is_stopped = [], False
@@ -152,23 +151,12 @@ def _save_and_cancel(handle: str, app: AppSnapshot, runner: Runner) -> None:
 
 
 class CmdDelete(TorchXCmdDelete, _NamedJob):  # type: ignore[misc]
-    """Implement ``torchx delete``."""
-
     brief = True
-
-    def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
-        super().add_arguments(subparser)
-        text = "end the job first, if it has not ended (jobs of torchx-monarch)"
-        subparser.add_argument("--force", action="store_true", help=text)
+    option = "--force", "end the job first, if it has not ended (jobs of torchx-monarch)"
 
     def run_with_runner(self, args: argparse.Namespace, runner: Runner) -> None:
-        """Delete the job, and say so; refuse one that has not ended."""
-        found = _read_ours(args.app_handle, runner)
-        if found is None:
-            if args.force:
-                print("torchx: error: unrecognized arguments: --force", file=sys.stderr)
-                sys.exit(2)
-        elif not found[1].is_terminal and not args.force:
+        found = self.read_ours(args, runner)
+        if found is not None and not found[1].is_terminal and not args.is_extended:
             print(
                 f"{args.app_handle} is {found[1].name}, and delete would end it and remove its logs.\n"
                 f"To do so: torchx delete --force {args.app_handle}\n"
@@ -198,8 +186,6 @@ class CmdLog(TorchXCmdLog):  # type: ignore[misc]
 
 
 class CmdList(TorchXCmdList):  # type: ignore[misc]
-    """Implement ``torchx list``."""
-
     def run(self, args: argparse.Namespace) -> None:
         with command.run(args):
             super().run(args)

@@ -26,10 +26,7 @@ _MODULE = "torchx_monarch.components"
 
 
 class CmdRun(TorchXCmdRun):  # type: ignore[misc]
-    """Implement ``torchx run``."""
-
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
-        """Define TorchX's arguments, and say where options of this package's components go."""
         super().add_arguments(subparser)
         parse_known_args = subparser.parse_known_args
 
@@ -51,7 +48,6 @@ class CmdRun(TorchXCmdRun):  # type: ignore[misc]
         return given
 
     def run(self, args: argparse.Namespace) -> None:
-        """Run a component; exit with a message if its name, its arguments or its script are wrong."""
         if not args.stdin:
             typed = args.component_name_and_args
             args.component_name_and_args = component_words(typed, args.scheduler, is_run=not args.dryrun)

@@ -158,7 +158,6 @@ class AttachedJob(JobTrait):  # type: ignore[misc]
         return get_runner()
 
     def _roles(self) -> list[str]:
-        """Return the names of the roles to whose hosts to attach."""
         raise NotImplementedError
 
     def _hosts_of(self, role: str) -> Hosts:

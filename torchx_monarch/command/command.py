@@ -150,7 +150,6 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) ->
 
 
 def is_command(word: str) -> bool:
-    """Return whether a word is torchrun or Python, and so no script or other program."""
     name = os.path.basename(word)
     return name in _TORCHRUN_MODULES or _PYTHON.fullmatch(name) is not None
 

@@ -73,7 +73,6 @@ def _message(app: AppSnapshot, status: AppStatus) -> str:
 
 
 def list_entry(app: AppSnapshot, status: AppStatus) -> ListAppResponse:
-    """Return TorchX's entry for an app in a list."""
     return ListAppResponse(app.app_id, AppState[status.state.value], name=one_line(app.name))
 
 

@@ -94,7 +94,6 @@ class Foreground:
                 self._show_progress()
 
     def has_submitted(self, app_id: str) -> bool:
-        """Whether a ``torchx run`` in this process has submitted the app."""
         return bool(app_id) and app_id == self._app_id
 
     def on_close(self) -> None:

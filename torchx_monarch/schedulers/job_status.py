@@ -128,11 +128,9 @@ class JobStatus:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the job has ended."""
         return State(self.state).is_terminal
 
     def to_json(self) -> dict[str, Any]:
-        """Return the status as JSON values."""
         return asdict(self)
 
     def summary(self) -> Summary:

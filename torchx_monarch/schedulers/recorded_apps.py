@@ -30,7 +30,6 @@ class RecordedApp:
 
     @property
     def handle(self) -> str:
-        """The app's TorchX handle."""
         return f"{self.scheduler}://torchx/{self.app_id}"
 
     @property
