@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torchx_monarch.cli.explain import mask, submitted_differences
 from torchx_monarch.cli.handles import HELP, resolve
 from torchx_monarch.cli.jobs import JobFacts, opened_job
-from torchx_monarch.cli.output import add_json, print_json, write_output
+from torchx_monarch.cli.output import print_json, write_output
 from torchx_monarch.cli.status import facts, headline
 from torchx_monarch.insight.metrics import Point, sparklines
 from torchx_monarch.insight.report_page import CURVE_SIZE, curves, templates
@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("handle", metavar="A", help=HELP)
     parser.add_argument("other", metavar="B", help="the app to compare it with, named likewise")
     parser.add_argument("-o", "--output", metavar="FILE", help="write a page to this file; - for stdout")
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
