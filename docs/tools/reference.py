@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import components
-from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
+from torchx_monarch.backends.aws_batch.request import AWSBatchOpts
 from torchx_monarch.backends.batch.options import AccountOpts, BatchOpts
 from torchx_monarch.backends.batch.pbs import PbsOpts
 from torchx_monarch.backends.batch.sge import SgeOpts
 from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, run_options
 from torchx_monarch.backends.docker.request import DockerOpts
-from torchx_monarch.backends.kubernetes.options import KubernetesOpts
+from torchx_monarch.backends.kubernetes.request import KubernetesOpts
 from torchx_monarch.backends.local.backend import LocalOpts
-from torchx_monarch.backends.slurm.options import SlurmOpts
+from torchx_monarch.backends.slurm.render import SlurmOpts
 from torchx_monarch.backends.ssh.request import SshOpts
 from torchx_monarch.cli import main
 

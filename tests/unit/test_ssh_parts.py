@@ -31,13 +31,12 @@ from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import folder
 from torchx_monarch.backends.local.record import RoleRecord, SupervisorRecord
 from torchx_monarch.backends.ssh import native, workspace
-from torchx_monarch.backends.ssh.backend import SshBackend
+from torchx_monarch.backends.ssh.backend import SshBackend, SshSnapshot, build
 from torchx_monarch.backends.ssh.in_job import entry
 from torchx_monarch.backends.ssh.in_job.entry import Code
 from torchx_monarch.backends.ssh.in_job.wire import FoundReplica, Layout, Place, folder_name
 from torchx_monarch.backends.ssh.native import MachineConnection, RefusedOrderError, SshError, at_once, ssh_arguments
 from torchx_monarch.backends.ssh.request import SshRequest, parse_hosts
-from torchx_monarch.backends.ssh.snapshot import SshSnapshot, build
 from torchx_monarch.client.workspace_sync import current_workspace
 from torchx_monarch.components import ft
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind

@@ -19,8 +19,7 @@ from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
 from torchx_monarch.backends.aws_batch import request, snapshot
 from torchx_monarch.backends.aws_batch.native import Aws, AwsError
-from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, check_app, check_options
-from torchx_monarch.backends.aws_batch.request import BatchJob
+from torchx_monarch.backends.aws_batch.request import AWSBatchOpts, BatchJob, check_app, check_options
 from torchx_monarch.backends.aws_batch.snapshot import BatchSnapshot, Results
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
 from torchx_monarch.backends.core.errors import SubmittedAlreadyError

@@ -38,11 +38,12 @@ from torchx_monarch.backends.core.errors import (
     SubmittedAlreadyError,
     UserError,
 )
+from torchx_monarch.backends.core.options import safe_name
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.local.folder import remove_app
-from torchx_monarch.backends.local.render import role_request, safe_name
+from torchx_monarch.backends.local.request import RoleRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.env_names import JOB_VARIABLES
@@ -191,7 +192,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: O) -> BatchRequest:
         folder = JobFolder(self.new_folder(app.name, self.root))
-        roles = [role_request(role, spec, role.image) for role, spec in zip(app.roles, submitted.roles, strict=True)]
+        roles = [RoleRequest.of(role, spec, role.image) for role, spec in zip(app.roles, submitted.roles, strict=True)]
         commands = [list(self.submit_command(job, options)) for job in self._jobs(folder, app.roles, options)]
         return BatchRequest(app.name, folder.root, roles, commands, float(options.grace))
 

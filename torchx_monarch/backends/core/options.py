@@ -27,6 +27,9 @@ _log = logging.getLogger("torchx_monarch")
 _MAX_ROLE_NAME = 255
 """Bytes of the name of a folder on Linux: the logs of a role's replicas are in one of its name."""
 
+_MAX_APP_NAME = 100
+"""Characters of an app's name in an id: TorchX's random suffix and this package's prefixes need some of the 255."""
+
 _described: dict[object, runopts] = {}
 
 _describing = threading.Lock()
@@ -152,6 +155,12 @@ def run_options(kind: type[MonarchOpts]) -> runopts:
                 option.help = texts.get(name, option.help)
             _described[kind] = options
         return copy.deepcopy(_described[kind])
+
+
+def safe_name(name: str) -> str:
+    """Return the name of an app, changed and cut as far as a folder, a handle or a container requires."""
+    safe = "".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "-" for c in name)
+    return safe[:_MAX_APP_NAME].lstrip("-._") or "app"
 
 
 def check_roles(app: AppDef) -> None:

@@ -22,9 +22,8 @@ from torchx.schedulers.docker_scheduler import (
 from torchx.specs import AppDef
 
 from torchx_monarch.backends.core import torchx_api
-from torchx_monarch.backends.core.options import NetworkOpts
+from torchx_monarch.backends.core.options import NetworkOpts, safe_name
 from torchx_monarch.backends.local import gpus
-from torchx_monarch.backends.local.render import safe_name
 from torchx_monarch.model.env_names import JOB_VARIABLES, RANK0_HOST, replica0_variable
 
 LABEL_APP = "torchx-monarch/app"

@@ -23,16 +23,16 @@ from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, Log
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine, nanoseconds
-from torchx_monarch.backends.kubernetes import options, request, snapshot
+from torchx_monarch.backends.kubernetes import request, snapshot
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
-from torchx_monarch.backends.kubernetes.options import KubernetesOpts
-from torchx_monarch.backends.kubernetes.render import render_app
 from torchx_monarch.backends.kubernetes.request import (
     LABEL_APP,
+    KubernetesOpts,
     KubernetesRequest,
     Object,
     collection,
     path_of,
+    render_app,
 )
 from torchx_monarch.backends.kubernetes.snapshot import DEADLINE, AppObjects, Attempt, KubernetesSnapshot
 from torchx_monarch.model.check_result import CheckResult
@@ -79,7 +79,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
 
     def check_options(self, cfg: KubernetesOpts) -> None:
         """Check the options and, for those that need a cluster, the cluster's configuration."""
-        options.check(cfg)
+        request.check_options(cfg)
         if cfg.validate_spec:
             _ = self._api
 

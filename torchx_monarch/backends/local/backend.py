@@ -16,14 +16,13 @@ from torchx.specs import AppDef
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import BackendError, RemoveError, StateAccessError, UserError
-from torchx_monarch.backends.core.options import MonarchOpts, QueueOpts, check_queue
+from torchx_monarch.backends.core.options import MonarchOpts, QueueOpts, check_queue, safe_name
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.local import folder, gpus, machine_queue, submit
 from torchx_monarch.backends.local.record import SupervisorRecord
-from torchx_monarch.backends.local.render import role_request, safe_name
-from torchx_monarch.backends.local.request import SupervisorRequest
+from torchx_monarch.backends.local.request import RoleRequest, SupervisorRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
@@ -78,7 +77,7 @@ class LocalBackend(Backend[LocalOpts, SupervisorRequest, AppSnapshot]):
         return SupervisorRequest(
             app_id=make_unique(safe_name(app.name)),
             name=app.name,
-            roles=[role_request(role, spec) for role, spec in zip(app.roles, submitted.roles, strict=True)],
+            roles=[RoleRequest.of(role, spec) for role, spec in zip(app.roles, submitted.roles, strict=True)],
             grace=float(options.grace),
             gpus=options.gpus,
             slots=options.slots,

@@ -7,12 +7,17 @@ it, so that secrets in the user's shell (tokens, passwords) are not written to d
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from string import Template
+from typing import TYPE_CHECKING
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.model.env_names import RANK0_HOST
 from torchx_monarch.model.role_spec import RoleSpec
+
+if TYPE_CHECKING:
+    from torchx.specs import Role
 
 
 @dataclass
@@ -35,6 +40,16 @@ class RoleRequest:
     cwd: str
     image: str = ""
     first: int = 0
+
+    @classmethod
+    def of(cls, role: Role, spec: RoleSpec, image: str | None = None) -> RoleRequest:
+        """Return the request of a role, which runs in its image if that is a folder, as TorchX does.
+
+        Args:
+            image: as the attribute; None for the working directory.
+        """
+        cwd = os.path.abspath(role.image) if role.image and os.path.isdir(role.image) else os.getcwd()
+        return cls(spec, [role.entrypoint, *role.args], dict(role.env), cwd, cwd if image is None else image)
 
     @property
     def name(self) -> str:

@@ -27,7 +27,7 @@ from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.record import SupervisorRecord
 from torchx_monarch.backends.slurm import render
-from torchx_monarch.backends.slurm.options import SlurmOpts
+from torchx_monarch.backends.slurm.render import SlurmOpts
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State

@@ -12,9 +12,8 @@ from torchx.schedulers.ids import make_unique
 from torchx.specs import AppDef
 
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.backends.core.options import NetworkOpts, QueueOpts
+from torchx_monarch.backends.core.options import NetworkOpts, QueueOpts, safe_name
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local.render import role_request, safe_name
 from torchx_monarch.backends.local.request import RoleRequest, SupervisorRequest
 from torchx_monarch.backends.ssh import workspace
 from torchx_monarch.backends.ssh.in_job.wire import Layout
@@ -115,7 +114,7 @@ def render(app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest
         name=app.name,
         layout=layout,
         roles=[
-            role_request(role, spec, "." if folders else None)
+            RoleRequest.of(role, spec, "." if folders else None)
             for role, spec, folders in zip(app.roles, submitted.roles, workspaces, strict=True)
         ],
         gpus=[0 if options.gpus else max(0, role.resource.gpu) for role in app.roles],

@@ -2,14 +2,13 @@
 """Run apps through another TorchX scheduler, which only knows what TorchX's interface says.
 
 Hosts meet at replica 0 of the first role, which TorchX's macro ``rank0_env`` names on every scheduler. So only that
-role has hosts.
+role has hosts. What is submitted is stored on this machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import itertools
 import logging
 import os
@@ -18,37 +17,144 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchx.schedulers.api import DescribeAppResponse, Scheduler, Stream
 from torchx.schedulers.local_scheduler import LocalScheduler
-from torchx.specs import AppDef, AppDryRunInfo, AppState, InvalidRunConfigException, Role, is_terminal, macros, runopts
+from torchx.specs import (
+    NONE,
+    AppDef,
+    AppDryRunInfo,
+    AppState,
+    InvalidRunConfigException,
+    ReplicaStatus,
+    Role,
+    is_terminal,
+    macros,
+    runopts,
+)
 from torchx.workspace import WorkspaceMixin
 
 from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
 from torchx_monarch.backends.core.errors import BackendError, SubmitError, UserError
 from torchx_monarch.backends.core.options import NetworkOpts, run_options
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.wrapped.snapshot import Record, build, stored_app
 from torchx_monarch.exceptions import TorchXMonarchError
 from torchx_monarch.model.env_names import CREDENTIALS, FOR_HOSTS
-from torchx_monarch.model.host_result import KEY_VARIABLE, verified
+from torchx_monarch.model.host_result import KEY_VARIABLE, HostResult, verified
+from torchx_monarch.model.job_result import describe_code
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.state import State
 from torchx_monarch.system import error_files
 from torchx_monarch.system.untrusted_text import one_line
 
 _log = logging.getLogger("torchx_monarch")
 
-
 _MADE_LATER = {name: f"{name}-is-made-when-the-job-is-submitted" for name in (CREDENTIALS, KEY_VARIABLE)}
 """What stands in a request for the secrets of hosts, by the variable; no quoting changes its characters, nor theirs."""
 
-
 _LIST_INTERVAL = 10.0
 """Seconds between two lists of all apps, which may be those of all users of a cluster."""
+
+
+def state(value: AppState) -> State:
+    """Return TorchX's state of an app or a replica as ours."""
+    queued = value in (AppState.UNSUBMITTED, AppState.SUBMITTED)
+    return State.PENDING if queued else State[value.name]
+
+
+def stored_app(record: Record | None, response: DescribeAppResponse) -> SubmittedApp:
+    """Return the app as the user wrote it; as the other scheduler describes it if there is no record."""
+    try:
+        return SubmittedApp.from_json(record.submitted if record else None)
+    except ValueError:
+        app = AppDef(response.app_id, list(response.roles), dict(response.metadata))
+        return SubmittedApp(app, [RoleSpec.from_role(role) for role in app.roles])
+
+
+def build(
+    record: Record | None,
+    submitted: SubmittedApp,
+    response: DescribeAppResponse,
+    result: str,
+    hostname: str,
+) -> AppSnapshot:
+    """Return the snapshot of an app. Replicas of which nothing is told are in the app's state.
+
+    Args:
+        response: the other scheduler's description; UNKNOWN if it does not know the app.
+        result: what the hosts, which the first role alone has, have written of their end: JSON text; empty if that is
+            not known.
+        hostname: the name of the machine of replicas of which nothing is told; empty if it is not known.
+    """
+    end, now = HostResult.from_text(result), state(response.state)
+    if now is State.UNKNOWN and record is not None and record.cancelled:
+        now = State.CANCELLED
+    elif now is State.UNKNOWN and result and len(submitted.roles) == 1:
+        now = State.FAILED if end.code else State.SUCCEEDED
+    native, cause = Outcome(now, "" if response.msg == NONE else response.msg), ""
+    if now is State.FAILED:
+        error = "" if response.structured_error_msg == NONE else response.structured_error_msg
+        # The other scheduler's error does not name its role.
+        cause = error if error and len(submitted.roles) == 1 else result if end.reason else ""
+        if cause:
+            native = Outcome(now)
+        elif error:
+            native = Outcome(now, HostResult.from_text(error).reason, error)
+    statuses = {(status.role, status.id): status for role in response.roles_statuses for status in role.replicas}
+    roles = []
+    for index, spec in enumerate(submitted.roles):
+        default = [ReplicaStatus(replica, response.state, spec.name, hostname) for replica in range(spec.replicas)]
+        found = [statuses.get((spec.name, status.id), status) for status in default]
+        roles.append(RoleSnapshot(spec, [_replica(status, now, "" if index else cause) for status in found]))
+    return AppSnapshot(
+        response.app_id,
+        submitted.app.name,
+        roles,
+        submitted.app,
+        created=record.created if record else 0.0,
+        native=native,
+        restarts=max(0, response.num_restarts) + end.rank_restarts,
+        ui_url=response.ui_url or "",
+    )
+
+
+def _replica(status: ReplicaStatus, app: State, error: str) -> ReplicaSnapshot:
+    """Return the snapshot of a replica; ``error`` is the result of its role's hosts, if the app has failed."""
+    own, result = state(status.state), HostResult.from_text(error)
+    is_cause = bool(error) and status.id == max(0, result.replica)
+    return ReplicaSnapshot(
+        status.role,
+        status.id,
+        app if app.is_terminal and not own.is_terminal else own,
+        hostname=status.hostname,
+        exit_code=result.code if is_cause else None,
+        failure=f"replica {status.role}/{status.id} {describe_code(result.code)}" if is_cause and result.code else "",
+        error=error if is_cause else "",
+        is_error_lost=bool(error) and not is_cause,
+    )
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is stored of an app.
+
+    Attributes:
+        submitted: ``SubmittedApp.to_json``.
+        created: when it was submitted, in seconds since the epoch.
+        result_key: the key with which its hosts sign their results in the log (``model.host_result``).
+        cancelled: whether its scheduler was asked to cancel it.
+    """
+
+    submitted: dict[str, Any] = field(default_factory=dict)
+    created: float = 0.0
+    result_key: str = ""
+    cancelled: bool = False
 
 
 class _InnerWorkspace(WorkspaceMixin[None]):  # type: ignore[misc]
@@ -206,7 +312,7 @@ class WrappedBackend(Backend[NetworkOpts, AppDryRunInfo[Any, Any], AppSnapshot])
     def _snapshot(
         self, app_id: str, record: Record | None, response: DescribeAppResponse | None, brief: bool
     ) -> AppSnapshot:
-        response = dataclasses.replace(response or DescribeAppResponse(state=AppState.UNKNOWN), app_id=app_id)
+        response = replace(response or DescribeAppResponse(state=AppState.UNKNOWN), app_id=app_id)
         submitted, result = stored_app(record, response), ""
         if record is not None and (response.state is AppState.UNKNOWN or (is_terminal(response.state) and not brief)):
             result = self._result(app_id, record, submitted)
@@ -240,7 +346,7 @@ class WrappedBackend(Backend[NetworkOpts, AppDryRunInfo[Any, Any], AppSnapshot])
                 )
             if record := self.records.load(app.app_id):
                 with contextlib.suppress(OSError):
-                    self.records.store(app.app_id, dataclasses.replace(record, cancelled=True))
+                    self.records.store(app.app_id, replace(record, cancelled=True))
             self.inner.cancel(app.app_id)
 
     def remove(self, app: AppSnapshot) -> None:
