@@ -211,7 +211,7 @@ def test_an_app_that_does_not_end_when_it_is_cancelled(monkeypatch: pytest.Monke
         with pytest.raises(
             BackendError, match=r"app train-1 was asked to end, but has not ended within \d+ s; `torchx"
         ):
-            apps.cancel_and_wait("train-1")
+            apps.cancel("train-1", waits=True)
     else:
-        apps.cancel_and_wait("train-1")
+        apps.cancel("train-1", waits=True)
     assert stopped == ["train-1"]

@@ -172,7 +172,7 @@ class Run:
                 next(strike, None)
             if now > record.began + timeout and not record.reason:
                 record.reason = f"it had not ended after {timeout:.0f} s"
-                self._apps.cancel_and_wait(self._app_id)
+                self._apps.cancel(self._app_id, waits=True)
             pause = max(_PAUSE, 4 * (time.time() - now))
         self._observe(time.time())
         if (found := self._apps.read(self._app_id)) is not None:

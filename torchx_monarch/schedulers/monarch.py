@@ -302,7 +302,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         return show_lines(found[0], role_name, lines, pattern, stream)
 
     def _cancel_existing(self, app_id: str) -> None:
-        self.apps.cancel_and_wait(app_id)
+        self.apps.cancel(app_id, waits=True)
 
     def _delete_existing(self, app_id: str) -> None:
         self.apps.delete(app_id)

@@ -266,6 +266,11 @@ class Replica:
             processes.kill([pid, *family])
 
 
+def living(replicas: Iterable[Replica]) -> dict[int, Replica]:
+    """Return the replicas that run, by the pid of their process."""
+    return {replica.record.pid: replica for replica in replicas if replica.alive and replica.record.pid is not None}
+
+
 def stop(
     replicas: Iterable[Replica],
     grace: float,
@@ -280,9 +285,9 @@ def stop(
         call_at: calls a function when ``time.monotonic()`` reaches a time.
         saves: whether ranks may first come to an agreed stop.
     """
-    living = {replica.record.pid: replica for replica in replicas if replica.alive and replica.record.pid is not None}
-    hosts = processes.hosts(living) if grace > 0 else {}
-    for pid, replica in living.items():
+    running = living(replicas)
+    hosts = processes.hosts(running) if grace > 0 else {}
+    for pid, replica in running.items():
         if grace <= 0:
             replica.kill()
         else:

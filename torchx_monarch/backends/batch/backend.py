@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torchx.specs import AppDef, Role
@@ -26,7 +26,7 @@ from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder
 from torchx_monarch.backends.batch.job_list import JobList
 from torchx_monarch.backends.batch.options import SubmitOpts
-from torchx_monarch.backends.batch.snapshot import BatchSnapshot, QueuedJob, first_start, has_ended, read_role
+from torchx_monarch.backends.batch.snapshot import BatchSnapshot, QueuedJob, has_ended, read_app
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import (
@@ -378,28 +378,26 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         submitted, jobs = jobs, self._job_ids(folder, stored.roles, jobs, queued)
         ending = folder.load_ending()
         unknown = _NOT_SUBMITTED if ending is None else None
-        happened = [] if brief else events.read_detailed(folder.events, below=folder.trusted)
-        records = [folder.records(spec) for spec in stored.roles]
-        roles = [
-            read_role(spec, found, [_job(queued, task_id) if task_id else unknown for task_id in ids], ending)
-            for spec, found, ids in zip(stored.roles, records, self.task_ids(stored.roles, jobs), strict=True)
+        known = [
+            [_job(queued, task_id) if task_id else unknown for task_id in ids]
+            for ids in self.task_ids(stored.roles, jobs)
         ]
-        return BatchSnapshot(
+        app = read_app(
             app_id,
             stored.app.name,
-            roles,
-            stored.app,
+            folder,
+            stored.roles,
+            known,
+            ending,
+            app=stored.app,
             created=content["created"],
-            started=first_start(itertools.chain(*records)),
-            events=happened,
+            events=[] if brief else events.read_detailed(folder.events, below=folder.trusted),
             last_sign_of_life=events.last_sign_of_life(folder.events),
             grace=float(content.get("grace", 30.0)),
-            ending=ending,
             ui_url=f"file://{folder.root}",
-            folder=folder,
             jobs=jobs,
-            files=(submitted, records, ending),
         )
+        return replace(app, files=(submitted, app.files))
 
     def _job_ids(
         self, folder: JobFolder, roles: Sequence[RoleSpec], stored: Sequence[str], queued: Mapping[str, QueuedJob]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
@@ -36,29 +36,37 @@ class BatchSnapshot(AppSnapshot):
 
     Attributes:
         folder: its folder.
-        jobs: the batch system's ids of its jobs.
         files: what its files say, but for events and logs, to be compared.
+        jobs: the batch system's ids of its jobs.
     """
 
     folder: JobFolder
-    jobs: Sequence[str]
     files: object
+    jobs: Sequence[str] = ()
 
 
-def read_role(
-    spec: RoleSpec,
-    records: Sequence[SupervisorRecord | None],
-    jobs: Sequence[QueuedJob | None],
+def read_app(
+    app_id: str,
+    name: str,
+    folder: JobFolder,
+    specs: Sequence[RoleSpec],
+    known: Iterable[Iterable[QueuedJob | None]],
     ending: Outcome | None,
-) -> RoleSnapshot:
-    """Return a role by its replicas' records (``JobFolder.records``) and jobs."""
-    both = zip(records, jobs, strict=True)
-    return RoleSnapshot(spec, [read_replica(spec, k, record, job, ending) for k, (record, job) in enumerate(both)])
+    **more: Any,
+) -> BatchSnapshot:
+    """Return an app by the records of its tasks, and what the batch system says of them, with further fields.
 
-
-def first_start(records: Iterable[SupervisorRecord | None]) -> float:
-    """Return when the first replica of an app was first started, in seconds since the epoch; 0 if none was."""
-    return min((record.started for record in records if record is not None and record.started), default=0.0)
+    Args:
+        known: for each replica of each role its job; None if the batch system does not know it (any more).
+    """
+    records, roles, starts = [folder.records(spec) for spec in specs], [], []
+    for spec, found, jobs in zip(specs, records, known, strict=True):
+        both = zip(found, jobs, strict=True)
+        replicas = [read_replica(spec, k, record, job, ending) for k, (record, job) in enumerate(both)]
+        roles.append(RoleSnapshot(spec, replicas))
+        starts += [record.started for record in found if record is not None and record.started]
+    started, files = min(starts, default=0.0), (records, ending)
+    return BatchSnapshot(app_id, name, roles, started=started, ending=ending, folder=folder, files=files, **more)
 
 
 def read_replica(

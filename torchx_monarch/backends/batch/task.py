@@ -8,7 +8,6 @@ itself, which then starts the task again or not; the record says CANCELLED, and 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import sys
@@ -16,7 +15,7 @@ import time
 from dataclasses import asdict, replace
 
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder, R, ReplicaFolder
-from torchx_monarch.backends.batch.snapshot import QueuedJob, first_start, read_role
+from torchx_monarch.backends.batch.snapshot import QueuedJob, read_app
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import SETTLE, count_restarts, pending_stop, reduce
@@ -77,14 +76,9 @@ class _TaskLoop(SupervisorLoop):
 
 def _read_app(job: JobFolder, stored: BatchRequest, app_id: str) -> AppSnapshot:
     """Return an app by the records of its tasks. Those that have recorded no end count as running."""
-    ending, specs = job.load_ending(), [role.spec for role in stored.roles]
-    records = [job.records(spec) for spec in specs]
-    roles = [
-        read_role(spec, found, [QueuedJob()] * spec.replicas, ending)
-        for spec, found in zip(specs, records, strict=True)
-    ]
-    started = first_start(itertools.chain(*records))
-    return AppSnapshot(app_id, stored.name, roles, started=started, grace=stored.grace, ending=ending)
+    specs = [role.spec for role in stored.roles]
+    jobs = [[QueuedJob()] * spec.replicas for spec in specs]
+    return read_app(app_id, stored.name, job, specs, jobs, job.load_ending(), grace=stored.grace)
 
 
 def _end_rest(job: JobFolder, stored: BatchRequest, app_id: str, role: int, replica: int) -> None:

@@ -126,29 +126,23 @@ class Apps(Generic[S]):
             self.backend.await_change(app_id, left)
         return True
 
-    def cancel(self, app_id: str, grace: float | None = None, reason: str = "") -> None:
+    def cancel(self, app_id: str, grace: float | None = None, reason: str = "", *, waits: bool = False) -> None:
         """Begin to end an app and return immediately; do nothing if it has ended or does not exist.
 
         Args:
             grace: as for ``Backend.stop``.
             reason: for users; empty if the user has asked for it.
-        """
-        found = self.read(app_id, brief=True)
-        if found is not None:
-            self._stop(*found, grace, reason)
-
-    def cancel_and_wait(self, app_id: str) -> None:
-        """Begin to end an app, and wait for its end if the backend's users expect that of `torchx cancel`.
+            waits: wait for its end if the backend's users expect that of `torchx cancel`.
 
         Raises:
             BackendError: the app has not ended in time; it is still being ended.
         """
         found = self.read(app_id, brief=True)
-        if found is None or not self._stop(*found, None) or not self.backend.capabilities.waits_for_cancel:
+        if found is None or not self._stop(*found, grace, reason):
             return
-        if not self.wait(app_id, timeout := _end_timeout(found[0])):
+        if waits and self.backend.capabilities.waits_for_cancel and not self.wait(app_id, _end_timeout(found[0])):
             raise BackendError(
-                f"app {app_id} was asked to end, but has not ended within {timeout:.0f} s; "
+                f"app {app_id} was asked to end, but has not ended within {_end_timeout(found[0]):.0f} s; "
                 f"`torchx monarch status {self._scheduler}://torchx/{app_id}` shows what is left"
             )
 

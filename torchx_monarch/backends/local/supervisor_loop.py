@@ -40,7 +40,7 @@ from torchx_monarch.model import backoff, job_result
 from torchx_monarch.model.env_names import RANK0_HOST
 from torchx_monarch.model.role_spec import RetryPolicy, WorkloadKind
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor.replica import Replica, stop
+from torchx_monarch.supervisor.replica import Replica, living, stop
 from torchx_monarch.system import processes
 
 _MAX_WAIT = 3600.0
@@ -209,10 +209,6 @@ class SupervisorLoop:
             return isinstance(error, FileNotFoundError)
         return False
 
-    @staticmethod
-    def _living(replicas: Iterable[Replica]) -> dict[int, Replica]:
-        return {replica.record.pid: replica for replica in replicas if replica.alive and replica.record.pid is not None}
-
     def _event(
         self, kind: str, message: str, replica: Replica | None = None, *, seconds: float | None = None, **fields: object
     ) -> None:
@@ -315,8 +311,8 @@ class SupervisorLoop:
             return
         is_late = first.spec.is_elastic and first.record.id == 0
         siblings = [r for r in self._roles[first.role_index] if is_late or r.record.restarts]
-        living = self._living(siblings)
-        late = [living[pid] for pid, hosts in processes.hosts(living).items() if hosts]
+        running = living(siblings)
+        late = [running[pid] for pid, hosts in processes.hosts(running).items() if hosts]
         stop(late, self._request.grace, self.at)
 
     # --- end of the app

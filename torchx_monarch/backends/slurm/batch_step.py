@@ -19,7 +19,7 @@ from dataclasses import asdict
 from typing import Any
 
 from torchx_monarch.backends.batch.folder import JobFolder
-from torchx_monarch.backends.batch.snapshot import QueuedJob, read_replica, read_role
+from torchx_monarch.backends.batch.snapshot import QueuedJob, read_app, read_replica
 from torchx_monarch.backends.batch.task import APP_ID, read_request_or_exit
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
@@ -148,14 +148,13 @@ class BatchStep:
     # -- decisions -----------------------------------------------------------------------------------------------------
 
     def _snapshot(self, happened: Sequence[events.Event] = ()) -> AppSnapshot:
-        ending = self._folder.load_ending()
-        running = set(self._steps.values())
-        roles = []
-        for index, role in enumerate(self._request.roles):
-            step = QueuedJob(State.RUNNING if index in running else State.FAILED, self._failure(index))
-            records = self._folder.records(role.spec)
-            roles.append(read_role(role.spec, records, [step] * role.spec.replicas, ending))
-        return AppSnapshot(self._record.app_id, self._request.name, roles, ending=ending, events=happened)
+        roles, jobs = self._request.roles, []
+        for index, role in enumerate(roles):
+            runs = index in self._steps.values()
+            jobs.append([QueuedJob(State.RUNNING if runs else State.FAILED, self._failure(index))] * role.spec.replicas)
+        specs, ending = [role.spec for role in roles], self._folder.load_ending()
+        name = self._request.name
+        return read_app(self._record.app_id, name, self._folder, specs, jobs, ending, events=happened)
 
     def _failure(self, index: int) -> str:
         """Return why no task of a role has started; empty if one has, or its step runs."""
