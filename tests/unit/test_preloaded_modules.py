@@ -220,10 +220,17 @@ def test_what_torch_does_not_import_is_imported_ahead_of_the_statements_that_imp
     (tmp_path / "prog.py").write_text("import pandas\nprint()\nimport mine, torch.distributed.fsdp\nimport datasets")
     found = leading_statements("script", "prog.py", str(tmp_path), ("torch",))
     ahead = "import torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor"
-    assert lines_of(found) == [("prog.py", 1, "import pandas"), ("", 0, ahead)]
+    named = ("", 0, f"{ahead}, torch.distributed.tensor.parallel")
+    assert lines_of(found) == [("prog.py", 1, "import pandas"), named]
     (tmp_path / "mine.py").write_text(f"{LATER}os.environ['TORCH_COMPILE_DISABLE'] = '1'")
     assert lines_of(leading_statements("script", "prog.py", str(tmp_path), ("torch",))) == [
         ("prog.py", 1, "import pandas")
+    ]
+    (tmp_path / "prog.py").write_text("import torch\nprint()\nfrom torch.nn.attention import varlen\ntorch.compile")
+    assert lines_of(leading_statements("script", "prog.py", str(tmp_path), ("torch",))) == [
+        ("prog.py", 1, "import torch"),
+        ("", 0, "import torch._dynamo, torch.nn.attention.varlen"),
+        ("", 0, "import torch._inductor.compile_fx"),
     ]
 
 

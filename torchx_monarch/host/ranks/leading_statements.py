@@ -33,10 +33,13 @@ class Statement(NamedTuple):
 _DYNAMO = "torch._dynamo"
 """What DistributedDataParallel's constructor imports: 829 modules, about a second (torch 2.13)."""
 
+_COMPILER = "torch._inductor.compile_fx"
+"""What ``torch.compile`` imports as well: 480 modules, half a second. A part of it may open a GPU, with Triton."""
+
 _RUNS_A_THREAD = "monarch"
 """A package that ranks cannot share: that is known before half a second is spent on its import."""
 
-_USES_DYNAMO = (b"DistributedDataParallel", b"accelerate", b"fully_shard", b"torch.compile(")
+_USES_DYNAMO = (b"DistributedDataParallel", b"accelerate", b"fully_shard", b"torch.compile")
 """Texts in a program that calls what imports it."""
 
 _SETS_UP_DYNAMO = (b"TORCHDYNAMO", b"TORCHINDUCTOR", b"TORCH_COMPILE")
@@ -51,6 +54,8 @@ NOT_IN_TORCH = (
     "torch.distributed.optim",
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
+    "torch.nn.attention.flex_attention",
+    "torch.nn.attention.varlen",
 )
 """Modules of torch, with those below them, that `import torch` does not import, and of which each imports hundreds:
 520 to 841 in torch 2.13, in half a second to one. Others are not worth a zygote that serves one program alone."""
@@ -85,8 +90,9 @@ def leading_statements(mode: str, target: str, folder: str, preloaded: Collectio
     last = max((at for at, (_, names) in enumerate(found, 1) if _is_slow(names, preloaded)), default=0)
     heavy = {*reader.heavy, *([_DYNAMO] if any(text in reader.source for text in _USES_DYNAMO) else [])}
     if heavy and "torch" in preloaded and not any(text in reader.source for text in _SETS_UP_DYNAMO):
-        ahead = Statement("", 0, f"import {', '.join(name for name in NOT_IN_TORCH if name in heavy)}")
-        return Leading((*(statement for statement, _ in found), ahead), reader.end)
+        ahead = [", ".join(sorted(heavy)), *([_COMPILER] if b"torch.compile" in reader.source else [])]
+        statements = [*(statement for statement, _ in found), *(Statement("", 0, f"import {names}") for names in ahead)]
+        return Leading(tuple(statements), reader.end)
     return Leading(tuple(statement for statement, _ in found[:last]), reader.end)
 
 
@@ -97,8 +103,9 @@ def _is_slow(names: Sequence[str], preloaded: Collection[str]) -> bool:
 
 
 def _heavy(names: Sequence[str]) -> set[str]:
-    """Return those of ``NOT_IN_TORCH`` that the import of some modules, or of names in them, imports."""
-    return {heavy for heavy in NOT_IN_TORCH for name in names if f"{name}.".startswith(f"{heavy}.")}
+    """Return what the import of a module, or of names in it, imports of ``NOT_IN_TORCH``."""
+    heavy = {heavy for heavy in NOT_IN_TORCH for name in names if f"{name}.".startswith(f"{heavy}.")}
+    return heavy | {name for name in names[:1] for package in heavy if name.startswith(package)}
 
 
 def program_folder(mode: str, target: str, folder: str) -> str:
@@ -122,7 +129,7 @@ class _Reader:
     Attributes:
         source: all that was read.
         end: the first other statement; empty before it.
-        heavy: those of ``NOT_IN_TORCH`` that are imported before and after that.
+        heavy: what is imported of ``NOT_IN_TORCH`` before and after that.
 
     Args:
         folder: where Python looks first for modules, which are the user's own.
