@@ -222,6 +222,7 @@ def test_what_torch_does_not_import_is_imported_ahead_of_the_statements_that_imp
     ahead = "import torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor"
     named = ("", 0, f"{ahead}, torch.distributed.tensor.parallel")
     assert lines_of(found) == [("prog.py", 1, "import pandas"), named]
+    assert leading_statements("script", "prog.py", str(tmp_path), ("torch",)) is found  # not read again
     (tmp_path / "mine.py").write_text(f"{LATER}os.environ['TORCH_COMPILE_DISABLE'] = '1'")
     assert lines_of(leading_statements("script", "prog.py", str(tmp_path), ("torch",))) == [
         ("prog.py", 1, "import pandas")

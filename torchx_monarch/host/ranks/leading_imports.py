@@ -88,6 +88,7 @@ class LeadingImports:
             Functions for forks that make anew what they must not share.
         """
         before, main, generators = set(sys.modules), types.ModuleType("__main__"), safety["Generators"]()
+        executed = set[str]()
         vars(main).update(__builtins__=sys.modules["builtins"], __file__=self._path)
         sys.modules["__main__"] = main
         with _Output() as output, self._watched() as problem:
@@ -96,7 +97,9 @@ class LeadingImports:
                 if self.unshared if line else sys.modules.keys() >= {*text.removeprefix("import ").split(", ")}:
                     continue
                 is_import = text.startswith(("import ", "from ", "try:"))
-                if not is_import or text.split()[1].partition(".")[0] in sys.stdlib_module_names:
+                is_known = text.split()[1].partition(".")[0] in sys.stdlib_module_names or text in executed
+                executed.add(text)
+                if not is_import or is_known:
                     why = self._execute(path, line, text, main)
                 else:
                     printed, imported = output.sizes(), set(sys.modules)
