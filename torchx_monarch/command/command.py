@@ -22,7 +22,6 @@ from torchx_monarch.command.torchrun_options import (
     HelpRequested,
     Streams,
     TorchrunOptions,
-    Use,
     parse_options,
 )
 from torchx_monarch.model.world import CommandError
@@ -264,11 +263,9 @@ def _contradiction(options: TorchrunOptions, replicas: int, is_run: bool) -> str
 
 def _unsupported(options: TorchrunOptions) -> str | None:
     for option in OPTIONS:
-        if option.use is Use.REFUSED:
-            value = getattr(options, option.dest)
-            if value != getattr(DEFAULTS, option.dest):
-                given = option.name if option.type is bool else f"{option.name}={value}"
-                return f"torchrun option {given} is not supported: {option.why}."
+        value = getattr(options, option.dest)
+        if option.refused and value != getattr(DEFAULTS, option.dest):
+            return f"torchrun option {option.name}={value} is not supported: {option.refused}."
     return None
 
 

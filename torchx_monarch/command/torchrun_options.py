@@ -13,7 +13,6 @@ import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from enum import Enum
 from typing import Any, NoReturn, TypeVar
 
 from torchx_monarch.model.spelling import did_you_mean
@@ -21,20 +20,14 @@ from torchx_monarch.model.world import CommandError
 
 T = TypeVar("T")
 
+_MESH = "the hosts of the job find each other by themselves"
+
 UNEXPANDED = "\0"
 """Stands in the words of a command for text that TorchX or a shell will expand. No argument of a program has a NUL."""
 
 
 class HelpRequested(Exception):
     """The command asks torchrun for its help text or for shell completions, and starts no ranks."""
-
-
-class Use(Enum):
-    """How this package treats an option."""
-
-    HONOURED = "honoured"
-    IMPLIED = "accepted, the value is not needed"
-    REFUSED = "refused unless it is the default"
 
 
 @dataclass(frozen=True)
@@ -165,21 +158,17 @@ _LOCAL_RANKS = _value(
 )
 
 
-def _rendezvous_backend(text: str) -> str:
-    # The backends of torch (_register_default_handlers). Third-party backends work only within torchelastic's agent.
-    if text not in (backends := ("static", "c10d", "etcd", "etcd-v2")):
-        raise ValueError(f"use one of {', '.join(backends)}, or leave it out: {_MESH}")
-    return text
-
-
-def _signal_names(text: str) -> str:
-    for name in text.split(","):
-        number = getattr(signal, name.strip(), None)
-        if not isinstance(number, signal.Signals) or number in (signal.SIGKILL, signal.SIGSTOP):
-            raise ValueError("use names of signals that can be handled, separated by commas, such as SIGTERM,SIGUSR1")
-    return text
-
-
+# Those of torch (_register_default_handlers). Third-party backends work only within torchelastic's agent.
+_RENDEZVOUS_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
+_RENDEZVOUS_BACKEND = _value(
+    str, f"use one of {', '.join(_RENDEZVOUS_BACKENDS)}, or leave it out: {_MESH}", _RENDEZVOUS_BACKENDS.__contains__
+)
+_HANDLED_SIGNALS = signal.Signals.__members__.keys() - {"SIGKILL", "SIGSTOP"}
+_SIGNAL_NAMES = _value(
+    str,
+    "use names of signals that can be handled, separated by commas, such as SIGTERM,SIGUSR1",
+    lambda text: _HANDLED_SIGNALS.issuperset(map(str.strip, text.split(","))),
+)
 _PARSERS: Mapping[Callable[[str], Any], Callable[[str], Any]] = {
     int: _WHOLE_NUMBER,
     float: _value(float, "use a number"),
@@ -193,7 +182,7 @@ class Option:
 
     Attributes:
         dest: the attribute name of the value, here and in argparse's namespace.
-        why: why it is not needed or not supported, and the alternative; empty for an honoured option.
+        refused: why another value than the default is refused, and the alternative; empty for all others.
         type: type to which torchrun converts the value; bool for a switch, which takes no value.
         parse: converts and checks the value instead of ``type``; raises ValueError with the allowed values. None to use
             ``type``.
@@ -203,8 +192,7 @@ class Option:
     """
 
     dest: str
-    use: Use = Use.HONOURED
-    why: str = ""
+    refused: str = ""
     default: Any = None
     type: Callable[[str], Any] = str
     parse: Callable[[str], Any] | None = None
@@ -239,9 +227,6 @@ class Option:
         return value
 
 
-_MESH = "the hosts of the job find each other by themselves"
-
-
 def _option(**more: Any) -> Any:
     return field(metadata=more)
 
@@ -261,34 +246,24 @@ class TorchrunOptions:
 
     nnodes: tuple[int, int] = _option(default="1:1", parse=node_range)
     nproc_per_node: str = _option(default="1")
-    rdzv_backend: str = _option(use=Use.IMPLIED, why=_MESH, default="static", parse=_rendezvous_backend)
+    rdzv_backend: str = _option(default="static", parse=_RENDEZVOUS_BACKEND)
     rdzv_endpoint: str = _option(default="")
     rdzv_id: str = _option(default="none")
     rdzv_conf: RendezvousConf = _option(default="", parse=RendezvousConf.parse)
     standalone: bool = _option(default=False, type=bool)
     max_restarts: int = _option(default=0, type=int, parse=_RESTARTS)
     monitor_interval: float = _option(default=0.1, type=float, parse=_INTERVAL)
-    start_method: str = _option(
-        use=Use.IMPLIED,
-        why="torchrun, too, starts a script or a program as a process of its own and uses this for --run-path only",
-        default="spawn",
-        choices=("spawn", "fork", "forkserver"),
-    )
+    # Not needed: torchrun, too, starts a script as a process of its own, and uses this for --run-path alone.
+    start_method: str = _option(default="spawn", choices=("spawn", "fork", "forkserver"))
     event_log_handler: str = _option(
-        use=Use.REFUSED,
-        why="the handlers get the events of torchelastic's agent, and no such agent takes part. Leave it out; "
+        refused="the handlers get the events of torchelastic's agent, and no such agent takes part. Leave it out; "
         "the job's log has a line for each of its own events, and `events.jsonl` in the app's folder an entry",
         default="null",
     )
     role: str = _option(default="default")
     module: bool = _option(short="-m", default=False, type=bool)
     no_python: bool = _option(default=False, type=bool)
-    run_path: bool = _option(
-        use=Use.IMPLIED,
-        why="a script always runs in the interpreter that was started for its rank",
-        default=False,
-        type=bool,
-    )
+    run_path: bool = _option(default=False, type=bool)  # a script always runs in the interpreter of its rank
     log_dir: str | None = _option()
     redirects: Streams = _option(short="-r", default="0", parse=Streams.parse)
     tee: Streams = _option(short="-t", default="0", parse=Streams.parse)
@@ -296,18 +271,17 @@ class TorchrunOptions:
     local_ranks_filter: frozenset[int] | None = _option(default="", parse=_LOCAL_RANKS)
     duplicate_stdout_filters: tuple[str, ...] = _option(default=(), type=_comma_separated_list)
     duplicate_stderr_filters: tuple[str, ...] = _option(default=(), type=_comma_separated_list)
-    node_rank: int = _option(use=Use.IMPLIED, why="hosts are ranked by their replica id", default=0, type=int)
+    node_rank: int = _option(default=0, type=int)  # hosts are ranked by their replica ids
     master_addr: str = _option(default="127.0.0.1")
     master_port: int | None = _option(type=int, parse=_PORT)
     local_addr: str | None = _option()
     logs_specs: str | None = _option(
-        use=Use.REFUSED,
-        why="the plug-in gives torchelastic's agent files for the ranks to write, and here the host process reads what "
-        "they print. Leave it out, and use --log-dir, --redirects, --tee and --duplicate-stdout-filters",
+        refused="the plug-in gives torchelastic's agent files for the ranks to write, and here the host process reads "
+        "what they print. Leave it out, and use --log-dir, --redirects, --tee and --duplicate-stdout-filters",
         env=False,
     )
     numa_binding: str | None = _option(choices=("node", "socket", "exclusive", "core-complex"), env=False)
-    signals_to_handle: str = _option(default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", parse=_signal_names)
+    signals_to_handle: str = _option(default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", parse=_SIGNAL_NAMES)
     shutdown_timeout: int | None = _option(type=int)
     virtual_local_rank: bool = _option(default=False, type=bool)
     unexpanded: frozenset[str] = frozenset()
