@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchx_monarch.insight import metrics
+from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.metrics import NAME, MetricsFile, Point, read_points, sparkline
+from torchx_monarch.insight.timeline import build
+from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
+from torchx_monarch.schedulers import job_metrics
 
 VALUES = st.dictionaries(st.sampled_from(["loss", "lr"]), st.floats(-1e9, 1e9), max_size=2)
 
@@ -81,3 +86,31 @@ def test_sparkline() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([5.0, 5.0], 8) == "▁▁"
     assert len(sparkline([float(k) for k in range(100)], 24)) == 24
+
+
+def test_the_file_of_an_attempt_that_has_ended_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[Event] = [
+        {"time": 1.0, "kind": "hosts", "message": "", "role": "r"},
+        {"time": 2.0, "kind": "ranks", "message": "", "role": "r", "log_attempt": 0},
+        {"time": 3.0, "kind": "rank_restart", "message": "", "role": "r"},
+        {"time": 4.0, "kind": "ranks", "message": "", "role": "r", "log_attempt": 1},
+    ]
+    timeline = build(happened, [RoleSpec("r", workload=WorkloadKind.RANKS)], end=9.0)
+    folders, read = [tmp_path / f"r/0/attempt_{attempt}/0" for attempt in (0, 1)], list[str]()
+    for folder in folders:
+        folder.mkdir(parents=True)
+    files = [MetricsFile(str(folder)) for folder in folders]
+
+    def read_counted(folder: str, *, below: str | None = None) -> list[Point]:
+        read.append(folder)
+        return read_points(folder, below=below)
+
+    monkeypatch.setattr(job_metrics, "read_points", read_counted)
+    for step in range(3):
+        files[min(step, 1)].add(step, 100.0 + step, {"loss": 1.0})
+        os.utime(folders[0] / NAME, (1.0, 1.0))
+        found = job_metrics.read_metrics(str(tmp_path), timeline)
+    assert [[point.step for point in attempt.points] for attempt in found] == [[0], [1, 2]]
+    assert read == [str(folders[at]) for at in (0, 1, 1, 1)]
+    for file in files:
+        file.close()

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,9 +79,26 @@ def read_metrics(folder: str | None, timeline: Timeline, rank: int | None = None
             int(path.parent.name): path for path in Path(folder or "").glob(pattern) if path.parent.name.isdecimal()
         }
         for number in sorted(paths) if rank is None else {rank} & paths.keys():
-            if points := read_points(str(paths[number].parent), below=folder):
+            if points := _points(str(paths[number].parent), folder or "", _version(paths[number])):
                 around = attempt.parent
                 run = around.number if around is not None and around.kind == "run" else 0
-                found.append(AttemptMetrics(attempt.role, run, attempt.number, number, with_speed(points)))
+                found.append(AttemptMetrics(attempt.role, run, attempt.number, number, points))
                 break
     return found
+
+
+@functools.lru_cache(maxsize=256)
+def _points(folder: str, below: str, version: int) -> Sequence[Point]:
+    """Return what a rank has reported. A page that is live reads the file of an attempt that has ended once."""
+    points = read_points(folder, below=below)
+    return with_speed(points) if points else ()
+
+
+def _version(path: Path) -> int:
+    """Return a number that changes with a file: two changes of this moment may have the same time."""
+    now = time.time_ns()
+    try:
+        changed = path.stat().st_mtime_ns
+    except OSError:  # a job that was deleted
+        return now
+    return now if changed > now - 10**9 else changed
