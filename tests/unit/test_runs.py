@@ -17,7 +17,7 @@ import pytest
 import torchx_monarch
 from tests.unit.test_foreground import ImpatientTerminal
 from tests.waits import until
-from torchx_monarch.cli import ps
+from torchx_monarch.cli import exec as exec_command
 from torchx_monarch.client.connection import Target
 from torchx_monarch.client.hosts import Hosts, _AppState
 from torchx_monarch.client.result import RankOutput, RankResult, RunResult
@@ -47,9 +47,9 @@ def test_hosts_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Target, "from_handle", unreachable)
     monkeypatch.setattr(Hosts, "check_alive", lambda self: setattr(self, "_app_state", _AppState("RUNNING")))
     monkeypatch.setattr("torchx_monarch.client.hosts._SHOW_ERROR_AFTER", -1.0)
-    monkeypatch.setattr(ps, "_START_TIMEOUT", 0.0)
+    monkeypatch.setattr(exec_command, "_PS_TIMEOUT", 0.0)
     with pytest.raises(AllocationError, match=r"after 0 s: waiting for the hosts .RUNNING.: a:29400: Connection timed"):
-        ps.run(argparse.Namespace(handle="h://torchx/a", role="", address="", json=False))
+        exec_command.CmdPs().run(argparse.Namespace(handle="h://torchx/a", role="", address="", json=False))
 
 
 class BreakingLink:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``torchx monarch exec`` and ``follow``: run a command on the hosts of a live allocation, and show what it prints."""
+"""``torchx monarch exec``, ``follow``, ``ps`` and ``stop``: the runs of a live allocation."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from typing import Any, NoReturn, get_args
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import add_role_and_address, hosts_of
 from torchx_monarch.cli.exit_codes import CommandError
-from torchx_monarch.cli.handles import add_handle
-from torchx_monarch.cli.output import add_json, print_record
+from torchx_monarch.cli.handles import add_handle, unknown
+from torchx_monarch.cli.output import add_json, print_json, print_record, print_table
+from torchx_monarch.client.connection import ask
 from torchx_monarch.client.hosts import START_TIMEOUT, Hosts, say
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.run import Collector, Records, collect_with_interrupts
 from torchx_monarch.client.run_options import RunOptions, run_request, send_code
 from torchx_monarch.client.workspace_sync import SyncMode, current_workspace
+from torchx_monarch.exceptions import AllocationError
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.system.error_files import write_for_caller
 from torchx_monarch.system.termination import closed_terminal_is_null, signal_of, termination
+from torchx_monarch.system.untrusted_text import one_line
 
 _USAGE = "usage: torchx monarch exec HANDLE [options] [-- torchrun --nproc-per-node 4 train.py ...]"
+
+_PS_TIMEOUT = 15.0
+"""Seconds for which ``ps`` waits for hosts that do not answer. Commands that use hosts wait longer for their start."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,6 +143,58 @@ class CmdFollow:
         hosts = hosts_of(args)
         records = Records.request(hosts, {"type": "follow", "run": args.run})
         stream_and_exit(hosts, records, verbose=False, ends=False, as_json=args.json)
+
+
+class CmdPs:
+    """Implement ``torchx monarch ps``: list the runs."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_handle(parser)
+        add_role_and_address(parser)
+
+    def run(self, args: argparse.Namespace) -> None:
+        runs, rows = hosts_of(args, _PS_TIMEOUT).runs(), []
+        if args.json:
+            print_json(runs)
+            return
+        for run in runs:
+            code = "" if run["exit_code"] is None else str(run["exit_code"])
+            seconds = (run["ended"] or time.time()) - run["started"] if run["started"] else 0.0
+            texts = map(one_line, (run["by"], run["code"][:12], " ".join(run["command"].split())))
+            rows.append([str(run["run"]), run["state"], code, f"{seconds:.1f} s", *texts])
+        print_table(["RUN", "STATE", "CODE", "TIME", "BY", "SOURCE", "COMMAND"], rows)
+
+
+class CmdStop:
+    """Implement ``torchx monarch stop``: end the allocation, or a run."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_handle(parser, required=True)
+        add_role_and_address(parser)
+        parser.add_argument("--run", type=int, help="end the run of this number, and keep the hosts")
+
+    def run(self, args: argparse.Namespace) -> None:
+        hosts = hosts_of(args)
+        if args.run is not None:
+            answer = hosts.ask({"type": "end-run", "run": args.run, "kill": False})
+            is_running = answer["state"] in ("queued", "running")
+            done = f"stopping run {args.run}" if is_running else f"run {args.run} has ended"
+        elif (status := hosts.ask_status()) is None:  # they may still be queued: the scheduler can cancel them
+            if (before := hosts.runner.status(args.handle)) is None:
+                raise unknown(args.handle)
+            hosts.release()
+            ended = before.is_terminal()
+            done = f"{args.handle} had ended before: {before.state.name}" if ended else f"cancelled {args.handle}"
+        elif status.message:
+            raise AllocationError(f"{status.message}; to end it: torchx cancel {args.handle}")
+        else:
+            ask(hosts.target, {"type": "stop"})
+            done = f"stopped {args.handle}"
+        if not args.json:
+            say(done)
+        else:
+            stopped = "allocation" if args.run is None else "run"
+            print_json({"handle": args.handle, "stopped": stopped, "run": args.run})
 
 
 def stream_and_exit(

@@ -46,6 +46,9 @@ or a class of ``_CLASSES``."""
 
 _CLASSES = {
     "follow": ("exec", "CmdFollow"),
+    "ps": ("exec", "CmdPs"),
+    "stop": ("exec", "CmdStop"),
+    "stacks": ("profile", "CmdStacks"),
     "wait": ("status", "CmdWait"),
     "cancel": ("torchx_commands", "CmdCancel"),
     "delete": ("torchx_commands", "CmdDelete"),

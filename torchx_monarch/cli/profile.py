@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``torchx monarch profile``: write what ranks do with their time as a flame graph, for speedscope, or as text."""
+"""``torchx monarch profile`` and ``stacks``: what ranks do with their time, and where they are now."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import os
 import sys
+from collections.abc import Mapping
 
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of, rank_list, seconds
 from torchx_monarch.cli.output import STDOUT, print_json, write_output
 from torchx_monarch.client.hosts import say
-from torchx_monarch.client.rank_queries import ask_profiles, describe_absent
+from torchx_monarch.client.rank_queries import ask_profiles, ask_stacks, describe_absent
 from torchx_monarch.insight.profile import MAX_SECONDS, collapsed, flame_graph, speedscope
-from torchx_monarch.insight.stacks import rank_ranges
+from torchx_monarch.insight.stacks import rank_ranges, render
 from torchx_monarch.system.untrusted_text import one_line
 
 
@@ -50,8 +52,7 @@ def run(args: argparse.Namespace) -> None:
     hosts = hosts_of(args)
     profiles, missing = ask_profiles(hosts, ranks, args.seconds, args.idle)
     found = [profile for profile in profiles if profile.samples]
-    for replica, why in missing.items():
-        say(f"host {replica}: {one_line(why, 300)}")
+    _say_missing(missing)
     for profile in profiles:
         if profile.problem:
             say(f"rank {profile.rank} (host {profile.replica}): {one_line(profile.problem, 300)}")
@@ -71,3 +72,30 @@ def run(args: argparse.Namespace) -> None:
                 print(f"{args.output}: {sum(counts.values())} samples of {rank_ranges([*map(int, counts)])}")
     if missing or lost or len(found) < max(1, len(profiles)):
         sys.exit(exit_codes.UNAVAILABLE)
+
+
+class CmdStacks:
+    """Implement ``torchx monarch stacks``: show where ranks are, equal stacks together, the rarest first."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_handle(parser)
+        parser.add_argument("--rank", type=int, metavar="K", help="this rank alone (default: all)")
+
+    def run(self, args: argparse.Namespace) -> None:
+        """Print the stacks; exit with ``UNAVAILABLE`` if a host has not answered, or no rank runs."""
+        hosts = hosts_of(args)
+        stacks, missing = ask_stacks(hosts, args.rank)
+        if args.json:
+            print_json({"stacks": [dataclasses.asdict(stack) for stack in stacks], "missing": missing})
+        else:
+            print("".join(f"{line}\n" for line in render(stacks)), end="")
+        _say_missing(missing)
+        if not stacks and not missing:
+            say(describe_absent(hosts, [] if args.rank is None else [args.rank]))
+        if missing or not stacks:
+            sys.exit(exit_codes.UNAVAILABLE)
+
+
+def _say_missing(missing: Mapping[str, str]) -> None:
+    for replica, why in missing.items():
+        say(f"host {replica}: {one_line(why, 300)}")

@@ -200,7 +200,7 @@ def _name(function: Callable[..., object]) -> str:
     return str(getattr(named, "__name__", type(named).__name__))
 
 
-def decode_values(result: RunResult, values: Mapping[int, bytes], encoding: Encoding) -> list[Any]:
+def decode_values(result: RunResult, values: Mapping[int, bytes | bytearray], encoding: Encoding) -> list[Any]:
     """Return the values of all ranks of a run, by rank; raise as ``run`` does.
 
     Args:
@@ -229,7 +229,7 @@ def decode_values(result: RunResult, values: Mapping[int, bytes], encoding: Enco
     return [decoded[rank] for rank in sorted(decoded)]
 
 
-def _exception(content: bytes, encoding: Encoding) -> Exception | None:
+def _exception(content: bytes | bytearray, encoding: Encoding) -> Exception | None:
     """Return the exception of a rank; None if it sent none that can be unpickled here."""
     kind, _, data = content.partition(b"\n")
     if kind != b"exception" or encoding == "json":

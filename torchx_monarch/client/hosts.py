@@ -159,15 +159,11 @@ class Hosts:
 
     def roles(self) -> list[str]:
         """Return the names of the roles of the app that have hosts; that of this object first."""
-        found = self._app_roles()
+        found = self.app_roles()
         first = self._role or next(iter(found), "")
         return [first, *(name for name in found if name != first)]
 
-    def decides_app(self) -> bool:
-        """Return whether the app ends with these hosts: those of its first role; False if that is not known."""
-        return not self._role or self._role == next(iter(self._app_roles()), "")
-
-    def _app_roles(self) -> list[str]:
+    def app_roles(self) -> list[str]:
         """Return the names of the roles of the app that have hosts; none with an address."""
         app = None if self._address else self._read_app()
         return [role.spec.name for role in app[0].roles if role.spec.workload] if app is not None else []

@@ -195,7 +195,8 @@ class SPMDJob(AttachedJob):
         """
         super().kill()
         status = self._role_hosts.ask_status()
-        if status is None or status.message or not self._role_hosts.decides_app():
+        decides = not self.role or self.role == next(iter(self._role_hosts.app_roles()), "")
+        if status is None or status.message or not decides:
             self._role_hosts.release()
         else:
             with contextlib.suppress(AllocationError, UnreachableError):  # they have ended since

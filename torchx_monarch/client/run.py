@@ -136,8 +136,7 @@ class Collector:
         self._takes_values = takes_values
         self._exits: dict[int, RankExit] = {}
         self._attempts = 0
-        self.values: dict[int, bytes] = {}
-        self._parts: dict[int, bytearray] = {}
+        self.values: dict[int, bytearray] = {}
         self._texts: dict[int, dict[str, list[str]]] = {}
         self._streams = {"stdout": _RankLines(sys.stdout), "stderr": _RankLines(sys.stderr)}
 
@@ -148,7 +147,7 @@ class Collector:
             if kind == "output":
                 self._show(record)
             elif kind == "value" and self._takes_values:
-                self._add_value(record["rank"], base64.b64decode(record["part"]), record["last"])
+                self.values.setdefault(record["rank"], bytearray()).extend(base64.b64decode(record["part"]))
             elif kind == "phase" and self._on_phase is not None:
                 self._on_phase(record["text"])
             elif kind == "exit":
@@ -171,11 +170,6 @@ class Collector:
                     **{name: record[name] for name in _RESULT_FIELDS},
                 )
         raise UnreachableError(f"run {records.run} is not followed any more")
-
-    def _add_value(self, rank: int, part: bytes, is_last: bool) -> None:
-        self._parts.setdefault(rank, bytearray()).extend(part)
-        if is_last:
-            self.values[rank] = bytes(self._parts.pop(rank))
 
     def _show(self, record: dict[str, Any]) -> None:
         rank, stream, text = record["rank"], record["stream"], record["text"]

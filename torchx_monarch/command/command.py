@@ -220,7 +220,11 @@ def check(command: Command, *, replicas: int, role: str = "") -> None:
         role: name of the role; empty for a run on the hosts of an allocation, whose user may have named no role.
     """
     if command.kind == "torchrun":
-        reason = _contradiction(command.options, replicas, not role) or _unsupported(command.options)
+        reason = _contradiction(command.options, replicas, not role)
+        for option in OPTIONS:
+            value = getattr(command.options, option.dest)
+            if option.refused and value != getattr(DEFAULTS, option.dest):
+                reason = reason or f"torchrun option {option.name}={value} is not supported: {option.refused}."
         if reason is not None:
             raise CommandError(f"role {role!r}: {reason}" if role else reason)
 
@@ -258,14 +262,6 @@ def _contradiction(options: TorchrunOptions, replicas: int, is_run: bool) -> str
             f"torchrun option --nproc-per-node={options.nproc_per_node} is not a number of processes. "
             f"Use a number above 0, or one of {', '.join(PROCESS_COUNTS)}."
         )
-    return None
-
-
-def _unsupported(options: TorchrunOptions) -> str | None:
-    for option in OPTIONS:
-        value = getattr(options, option.dest)
-        if option.refused and value != getattr(DEFAULTS, option.dest):
-            return f"torchrun option {option.name}={value} is not supported: {option.refused}."
     return None
 
 

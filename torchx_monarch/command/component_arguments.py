@@ -102,7 +102,7 @@ def no_run_option(word: str) -> str:
 def options_among(words: Sequence[str], options: Collection[str]) -> list[str]:
     """Return those of a program's words that are spelled like options of its component, or of ``torchx run``."""
     flags = [word.partition("=")[0] for word in words if word.startswith("-")]
-    return [flag for flag in flags if flag in _RUN_OPTIONS or _exact(flag, options)]
+    return [flag for flag in flags if flag in _RUN_OPTIONS or _parameter(flag, options)]
 
 
 def component_arguments(
@@ -124,8 +124,7 @@ def component_arguments(
         if word == "--" or not word.startswith("-") or word == "-":
             break
         flag, value = _split(component, word)
-        name = _parameter(component, flag, options)
-        if not name:
+        if not (name := _parameter(flag, options)):
             of_torchrun.append(_torchrun_word(component, flag, value, options, rest))
             continue
         if value is None:
@@ -162,19 +161,7 @@ def _split(component: str, word: str) -> tuple[str, str | None]:
     return flag, text if equals else None
 
 
-def _parameter(component: str, flag: str, options: Collection[str]) -> str:
-    """Return the parameter of the component that an option sets; empty if there is none."""
-    if name := _exact(flag, options):
-        return name
-    beginning = flag[2:].replace("-", "_")
-    found = [name for name in options if flag.startswith("--") and name.startswith(beginning)]
-    if len(found) > 1:
-        names = " or ".join(f"--{name}" for name in found)
-        raise ComponentArgumentError(f"{component}: {flag} may mean {names}: give the whole name.")
-    return next(iter(found), "")
-
-
-def _exact(flag: str, options: Collection[str]) -> str:
+def _parameter(flag: str, options: Collection[str]) -> str:
     """Return the parameter of the component that has the name of an option, or torchrun's name; empty for none."""
     name = flag.lstrip("-").replace("-", "_")
     name = name if name in options else _TORCHRUN_NAMES.get(name, name)

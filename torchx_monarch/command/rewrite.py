@@ -141,8 +141,11 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     starts = []
     for index, role in enumerate(rewritten.roles):
         found = find_rank_command(role)
-        if role.num_replicas > 1:
-            _check_launchers(role)
+        for name, same in launchers(role) if role.num_replicas > 1 else ():
+            raise CommandError(
+                f"role {role.name!r}: `{name}` would start the ranks on each of {role.num_replicas} hosts, as if that "
+                f"were the only one. Type `monarch.spmd {same}`, or give it --machine_rank (--node_rank) and its like"
+            )
         starts.append(_Start(role, found, _why_unwrapped(role, found, rewritten, options, is_first=index == 0)))
     if not options.one_host_role:
         _check_retries(starts)
@@ -152,15 +155,6 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     if specs:
         specs[0] = replace(specs[0], on_end=options.spec.on_end)
     return Rewritten(rewritten, tuple(specs))
-
-
-def _check_launchers(role: Role) -> None:
-    """Check that no launcher would start the ranks of all hosts on each of them."""
-    for name, same in launchers(role):
-        raise CommandError(
-            f"role {role.name!r}: `{name}` would start the ranks on each of {role.num_replicas} hosts, as if that were "
-            f"the only one. Type `monarch.spmd {same}`, or give it --machine_rank (--node_rank) and its like"
-        )
 
 
 def _why_unwrapped(role: Role, found: RankCommand | None, app: AppDef, options: WrapOptions, *, is_first: bool) -> str:

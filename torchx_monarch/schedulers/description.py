@@ -14,7 +14,7 @@ from typing import Any
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
 from torchx.specs import NONE, AppDef, AppState, ReplicaStatus, Role, RoleStatus
 
-from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot
 from torchx_monarch.backends.core.state import AppStatus, count_restarts
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.state import State
@@ -38,7 +38,10 @@ def describe(app: AppSnapshot, status: AppStatus) -> DescribeAppResponse:
         structured_error_msg=_printable_error(status.error),
         ui_url=app.ui_url or None,
         metadata=written.metadata,
-        roles_statuses=[_role_status(role, status) for role in app.roles],
+        roles_statuses=[
+            RoleStatus(one_line(role.spec.name), [_replica_status(replica, status) for replica in role.replicas])
+            for role in app.roles
+        ],
         roles=_roles_with_spares(written, app),
     )
 
@@ -74,10 +77,6 @@ def _message(app: AppSnapshot, status: AppStatus) -> str:
 
 def list_entry(app: AppSnapshot, status: AppStatus) -> ListAppResponse:
     return ListAppResponse(app.app_id, AppState[status.state.value], name=one_line(app.name))
-
-
-def _role_status(role: RoleSnapshot, status: AppStatus) -> RoleStatus:
-    return RoleStatus(one_line(role.spec.name), [_replica_status(replica, status) for replica in role.replicas])
 
 
 def _replica_status(replica: ReplicaSnapshot, status: AppStatus) -> ReplicaStatus:

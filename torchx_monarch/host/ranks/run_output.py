@@ -123,7 +123,7 @@ def read_values(folder: str, ranks: Collection[int]) -> Iterator[str]:
             content = f"none\na value that its host cannot read: {error.strerror}".encode()
         for start in range(0, len(content), _VALUE_PART):
             part = base64.b64encode(content[start : start + _VALUE_PART]).decode()
-            yield _line({"type": "value", "rank": rank, "part": part, "last": start + _VALUE_PART >= len(content)})
+            yield _line({"type": "value", "rank": rank, "part": part})
 
 
 def _line(record: dict[str, Any]) -> str:
