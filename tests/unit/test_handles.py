@@ -18,10 +18,9 @@ from torchx_monarch.backends.core import state_files, stored_apps
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.cli import exec as exec_command
 from torchx_monarch.cli import exit_codes, ls, main
-from torchx_monarch.cli.allocation_arguments import since
+from torchx_monarch.cli.arguments import resolve, since, unknown
 from torchx_monarch.cli.doctor import run_groups
 from torchx_monarch.cli.exit_codes import CommandError
-from torchx_monarch.cli.handles import resolve, unknown
 from torchx_monarch.schedulers.recorded_apps import recorded_apps
 
 DIGITS = "monarch_local://torchx/digits-c2jz0w1r"
@@ -155,7 +154,7 @@ def test_the_newest_apps_are_first(apps: None) -> None:
 
 @pytest.mark.parametrize(("text", "ago"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("1d", 86400)])
 def test_a_duration_before_now(text: str, ago: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchx_monarch.cli.allocation_arguments.time.time", lambda: 1e9)
+    monkeypatch.setattr("torchx_monarch.cli.arguments.time.time", lambda: 1e9)
     assert since(text).timestamp() == 1e9 - ago
 
 
@@ -166,7 +165,7 @@ def test_a_duration_in_which_the_clocks_have_changed(now: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TZ", "America/New_York")
             time.tzset()
-            patch.setattr("torchx_monarch.cli.allocation_arguments.time.time", lambda: seconds)
+            patch.setattr("torchx_monarch.cli.arguments.time.time", lambda: seconds)
             assert since("2h").timestamp() == seconds - 7200
             assert since("40m").timestamp() == seconds - 2400
     finally:

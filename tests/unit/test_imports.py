@@ -102,7 +102,7 @@ def test_what_starts_hosts_needs_the_standard_library_alone(module: str) -> None
     assert not theirs & {"torchx", "psutil", "rich", "cryptography", "yaml"}
 
 
-@pytest.mark.parametrize("module", ["exec", "handles"])
+@pytest.mark.parametrize("module", ["exec", "arguments"])
 def test_what_begins_a_run_asks_no_scheduler(module: str) -> None:
     assert "torchx" not in imported_by(f"import torchx_monarch.cli.{module}")
 

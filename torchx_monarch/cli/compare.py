@@ -6,8 +6,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 
+from torchx_monarch.cli.arguments import HELP, resolve
 from torchx_monarch.cli.explain import mask, submitted_differences
-from torchx_monarch.cli.handles import HELP, resolve
 from torchx_monarch.cli.jobs import JobFacts, opened_job
 from torchx_monarch.cli.output import print_json, write_output
 from torchx_monarch.cli.status import facts, headline

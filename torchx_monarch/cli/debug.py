@@ -16,7 +16,7 @@ import tty
 from collections.abc import Iterator
 
 from torchx_monarch.cli import exit_codes
-from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
+from torchx_monarch.cli.arguments import add_hosts, hosts_of
 from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.cli.output import print_json, print_table
 from torchx_monarch.client.connection import Connection
@@ -34,7 +34,7 @@ _MORE_TIMEOUT = 0.01
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_handle(parser)
+    add_hosts(parser)
     parser.add_argument("--rank", type=int, metavar="K", help="this rank (default: the one that waits, or a list)")
 
 

@@ -12,9 +12,8 @@ from collections import Counter
 from typing import Any, NoReturn, get_args
 
 from torchx_monarch.cli import exit_codes
-from torchx_monarch.cli.allocation_arguments import add_role_and_address, hosts_of
+from torchx_monarch.cli.arguments import add_handle, add_hosts, add_role_and_address, hosts_of, unknown
 from torchx_monarch.cli.exit_codes import CommandError
-from torchx_monarch.cli.handles import add_handle, unknown
 from torchx_monarch.cli.output import add_json, print_json, print_record, print_table
 from torchx_monarch.client.connection import ask
 from torchx_monarch.client.hosts import START_TIMEOUT, Hosts, say
@@ -134,8 +133,7 @@ class CmdFollow:
     """Implement ``torchx monarch follow``: show the output of a run that another shell has begun."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_handle(parser, required=True)
-        add_role_and_address(parser)
+        add_hosts(parser, required=True)
         parser.add_argument("run", type=int, nargs="?", help="its number (default: the one that runs, or the last)")
 
     def run(self, args: argparse.Namespace) -> None:
@@ -149,8 +147,7 @@ class CmdPs:
     """Implement ``torchx monarch ps``: list the runs."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_handle(parser)
-        add_role_and_address(parser)
+        add_hosts(parser)
 
     def run(self, args: argparse.Namespace) -> None:
         runs, rows = hosts_of(args, _PS_TIMEOUT).runs(), []
@@ -169,8 +166,7 @@ class CmdStop:
     """Implement ``torchx monarch stop``: end the allocation, or a run."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_handle(parser, required=True)
-        add_role_and_address(parser)
+        add_hosts(parser, required=True)
         parser.add_argument("--run", type=int, help="end the run of this number, and keep the hosts")
 
     def run(self, args: argparse.Namespace) -> None:

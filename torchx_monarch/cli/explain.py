@@ -20,8 +20,7 @@ from torchx.specs import Role
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import root_cause
-from torchx_monarch.cli.allocation_arguments import add_address
-from torchx_monarch.cli.handles import add_handle
+from torchx_monarch.cli.arguments import add_address, add_handle
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, JobReader, opened_job
 from torchx_monarch.cli.output import print_json
 from torchx_monarch.cli.report import read_stacks

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import AppStatus
-from torchx_monarch.cli.handles import unknown
+from torchx_monarch.cli.arguments import unknown
 from torchx_monarch.client.connection import Target, ask
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.rank_queries import SAMPLES_TIMEOUT, ask_events, ask_samples

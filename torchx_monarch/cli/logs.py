@@ -16,8 +16,7 @@ from typing import Generic, TypeVar
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.cli.allocation_arguments import rank_list, since
-from torchx_monarch.cli.handles import add_handle
+from torchx_monarch.cli.arguments import add_handle, rank_list, since
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import print_record
 from torchx_monarch.client.hosts import say

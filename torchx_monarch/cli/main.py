@@ -117,8 +117,8 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
 
         from torchx_monarch.backends.core.errors import BackendError, UserError
         from torchx_monarch.cli import exit_codes
+        from torchx_monarch.cli.arguments import resolve, unknown
         from torchx_monarch.cli.exit_codes import CommandError
-        from torchx_monarch.cli.handles import resolve, unknown
         from torchx_monarch.client.hosts import UnknownAppError, say
         from torchx_monarch.exceptions import AllocationError, CodeError, RefusedError, UnreachableError
         from torchx_monarch.system.termination import signal_of

@@ -9,8 +9,8 @@ import sys
 
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli import exit_codes
+from torchx_monarch.cli.arguments import HELP
 from torchx_monarch.cli.exit_codes import CommandError
-from torchx_monarch.cli.handles import HELP
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import print_json
 from torchx_monarch.schedulers.job_metrics import read_metrics

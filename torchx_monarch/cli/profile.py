@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 
 from torchx_monarch.cli import exit_codes
-from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of, rank_list, seconds
+from torchx_monarch.cli.arguments import add_hosts, hosts_of, rank_list, seconds
 from torchx_monarch.cli.output import STDOUT, print_json, write_output
 from torchx_monarch.client.hosts import say
 from torchx_monarch.client.rank_queries import ask_profiles, ask_stacks, describe_absent
@@ -21,7 +21,7 @@ from torchx_monarch.system.untrusted_text import one_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_handle(parser)
+    add_hosts(parser)
     parser.add_argument("--rank", type=rank_list, metavar="RANKS", help="only these ranks: 0,3-5 (default: all)")
     parser.add_argument(
         "--seconds", type=seconds(1, MAX_SECONDS), default=10.0, help="how long they are sampled (default: 10)"
@@ -78,7 +78,7 @@ class CmdStacks:
     """Implement ``torchx monarch stacks``: show where ranks are, equal stacks together, the rarest first."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_handle(parser)
+        add_hosts(parser)
         parser.add_argument("--rank", type=int, metavar="K", help="this rank alone (default: all)")
 
     def run(self, args: argparse.Namespace) -> None:

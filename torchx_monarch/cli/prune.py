@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from torchx_monarch.backends.core.errors import BackendError, UserError
-from torchx_monarch.cli.allocation_arguments import since
+from torchx_monarch.cli.arguments import since
 from torchx_monarch.cli.output import print_json, print_table
 from torchx_monarch.cli.top import show_bytes
 from torchx_monarch.client.hosts import say

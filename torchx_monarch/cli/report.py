@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchx_monarch.backends.core.state_files import path_name
-from torchx_monarch.cli.allocation_arguments import add_address
-from torchx_monarch.cli.handles import add_handle
+from torchx_monarch.cli.arguments import add_address, add_handle
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
 from torchx_monarch.cli.output import STDOUT, print_json, write_output
 from torchx_monarch.cli.status import facts, show_when, state_and_time

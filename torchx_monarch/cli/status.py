@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.cli.allocation_arguments import add_address
-from torchx_monarch.cli.handles import add_handle
+from torchx_monarch.cli.arguments import add_address, add_handle
 from torchx_monarch.cli.jobs import PATIENCE, SAMPLE_PAUSE_S, opened_job
 from torchx_monarch.cli.output import Screen, print_json, print_record
 from torchx_monarch.insight.account import Account

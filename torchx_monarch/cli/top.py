@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from torchx_monarch.cli.allocation_arguments import add_handle, seconds
+from torchx_monarch.cli.arguments import add_hosts, seconds
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
 from torchx_monarch.cli.output import Screen, print_record
 from torchx_monarch.cli.status import account_facts, headline, trend_lines
@@ -27,7 +27,7 @@ _NO_TERMINAL_WIDTH = 160
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_handle(parser)
+    add_hosts(parser)
     parser.add_argument(
         "--interval",
         type=seconds(0.01, 86400),

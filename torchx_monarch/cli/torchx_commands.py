@@ -24,7 +24,7 @@ from torchx.runner import Runner
 from torchx.specs import parse_app_handle
 
 from torchx_monarch.backends.core import torchx_api
-from torchx_monarch.cli import handles
+from torchx_monarch.cli import arguments
 from torchx_monarch.cli.exit_codes import UNAVAILABLE, CommandError
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.schedulers import command
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 def _resolve(word: str) -> str:
     """Return the handle that a word names; exit with a message if it names none."""
     try:
-        return handles.resolve(word)
+        return arguments.resolve(word)
     except CommandError as error:
         _exit(error)
 
@@ -63,7 +63,7 @@ def _read_ours(handle: str, runner: Runner) -> tuple[AppSnapshot, State] | None:
         return None
     found = scheduler.apps.read(app_id, brief=True)
     if found is None:
-        _exit(handles.unknown(handle))
+        _exit(arguments.unknown(handle))
     return found[0], found[1].state
 
 
@@ -79,7 +79,7 @@ class _NamedJob(AppHandleSubCommand):  # type: ignore[misc]
     option: tuple[str, str] | None = None
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
-        subparser.add_argument("app_handle", type=str, help=handles.HELP)
+        subparser.add_argument("app_handle", type=str, help=arguments.HELP)
         if self.option is not None:
             subparser.add_argument(self.option[0], action="store_true", help=self.option[1], dest="is_extended")
 
