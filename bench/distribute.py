@@ -64,7 +64,7 @@ async def _serve(pipe: Connection, address: Address, identity: Identity, size: i
     network = HostNetwork(address, HostSpec(replicas=2), bind=NAME, identity=identity)
     rendezvous = Rendezvous(network)
     with tempfile.TemporaryDirectory() as folder:
-        code = HostCode(os.path.join(folder, "code"), network.connect, network)
+        code = HostCode(os.path.join(folder, "code"), network)
         tree = fill(code._store, folder, size)
         network.handlers["code"] = code.serve_host if star else code.distribute
         await rendezvous.start()

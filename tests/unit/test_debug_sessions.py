@@ -17,9 +17,8 @@ import pytest
 from tests.waits import until_async
 from torchx_monarch.cli import debug, exit_codes
 from torchx_monarch.cli.debug import Breakpoint
-from torchx_monarch.controller.host_network import Peer, RendezvousError
+from torchx_monarch.controller.host_network import Peer, RendezvousError, Streams
 from torchx_monarch.controller.rank_clients import DebugSessions
-from torchx_monarch.host.host import Streams
 from torchx_monarch.host.ranks import rank_debugger
 from torchx_monarch.host.worker_loops import RankRelay
 from torchx_monarch.transport import connections, messages
@@ -86,10 +85,10 @@ def test_a_process_goes_on_if_it_is_no_rank_or_replica_0_is_not_reached(tmp_path
 
     path = str(tmp_path / "attach")
     host = mock.Mock(options=mock.Mock(debug_wait=5.0, peers="", role="r"), environ={}, attach_socket=path)
-    host.connect, host.reporter.line = connect, said.append
+    host.reporter.line = said.append
 
     async def run() -> None:
-        served = RankRelay(host, mock.Mock())
+        served = RankRelay(host, mock.Mock(connect=connect))
         await served.start()
         reader, writer = await asyncio.open_unix_connection(path)
         rank = b"3" if is_rank else b'"x"'

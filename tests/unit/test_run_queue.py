@@ -191,7 +191,7 @@ def test_hosts_to_which_a_client_sends_its_code_are_not_idle(tmp_path: Path, mon
         streams = await asyncio.open_connection(sock=own)
         peer = Peer({"type": "sync", "path": "x"}, *streams)
         serving = asyncio.ensure_future(
-            HostCode(str(tmp_path / "code"), AsyncMock(), HostNetwork(Address("unix", path="/nowhere"))).serve_client(
+            HostCode(str(tmp_path / "code"), HostNetwork(Address("unix", path="/nowhere"))).serve_client(
                 replica0.runs, peer
             )
         )

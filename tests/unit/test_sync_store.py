@@ -200,7 +200,8 @@ class Hosts:
         self.networks = [dataclasses.replace(network, folder=str(folder / f"host{number}")) for number in range(10)]
         for own in self.networks:
             os.mkdir(own.folder)
-        self.codes = [HostCode(os.path.join(own.folder, "code"), self.connect, own) for own in self.networks]
+            own.connect = self.connect  # type: ignore[method-assign]
+        self.codes = [HostCode(os.path.join(own.folder, "code"), own) for own in self.networks]
         for number, code in enumerate(self.codes):
             self.replace(number, code.serve_host)
 

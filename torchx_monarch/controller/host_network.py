@@ -18,6 +18,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 
+from torchx_monarch.model.codec import DecodeError
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
@@ -83,7 +84,16 @@ class Peer:
                 await working
 
 
+@dataclasses.dataclass(frozen=True)
+class OfRank:
+    """The global rank that a greeting concerns alone; None for all."""
+
+    rank: int | None = None
+
+
 Serve = Callable[[Peer], Awaitable[None]]
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclasses.dataclass
@@ -97,7 +107,7 @@ class HostNetwork:
         identity: this host's certificate; None without TLS.
         folder: that of socket files.
         handlers: serve connections, by the types of their greetings. The handler owns the connection until it returns;
-            its ``RendezvousError`` refuses the peer.
+            its ``RendezvousError``, or the ``DecodeError`` of a greeting, refuses the peer.
     """
 
     rendezvous: Address
@@ -141,9 +151,7 @@ class HostNetwork:
         bind = local_addresses.address_of(options.bind)
         return cls(rendezvous, options, advertised, bind, identity, folder)
 
-    async def greet(
-        self, address: Address, greeting: messages.Message
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def greet(self, address: Address, greeting: messages.Message) -> Streams:
         """Connect to an address and send a greeting, to which the protocol's version is added.
 
         Raises:
@@ -206,8 +214,10 @@ class HostNetwork:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._address.path)
 
-    async def connect(self, greeting: messages.Message) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect this host to itself, send the greeting with the protocol's version added, and return the streams."""
+    async def connect(self, greeting: messages.Message) -> Streams:
+        """Connect to replica 0 with a greeting (see ``greet``); replica 0 connects to itself, also where none can."""
+        if self.options.replica:
+            return await self.greet(self.rendezvous, greeting)
         near, far = socket.socketpair()
         reader, writer = await asyncio.open_unix_connection(sock=near, limit=messages.MAX_LINE)
         own_reader, own_writer = await asyncio.open_unix_connection(sock=far, limit=messages.MAX_LINE)
@@ -231,7 +241,7 @@ class HostNetwork:
             if self._listener is not None:
                 self._listener.mark_authenticated()
             await handler(peer)
-        except (messages.ProtocolError, TimeoutError, RendezvousError) as error:
+        except (messages.ProtocolError, TimeoutError, RendezvousError, DecodeError) as error:
             # The reason may quote the peer's message, which can be long.
             refusal = {"type": "refused", "reason": str(error)[:1000], "taken": isinstance(error, TakenError)}
             refusal["later"] = isinstance(error, LaterError)

@@ -36,11 +36,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torchx_monarch.controller.host_messages import AnswerT, ProfileRanks, Request, SampleRanks, TakeStacks
-from torchx_monarch.controller.host_network import Peer, RendezvousError, Serve
+from torchx_monarch.controller.host_network import OfRank, Peer, RendezvousError, Serve
 from torchx_monarch.controller.hosts import Answers, JobHosts
 from torchx_monarch.insight.profile import MAX_SECONDS
 from torchx_monarch.insight.stacks import shared_stacks
-from torchx_monarch.model.codec import DecodeError, decode
+from torchx_monarch.model.codec import decode
 from torchx_monarch.system.untrusted_text import one_line
 from torchx_monarch.transport import messages
 
@@ -58,9 +58,7 @@ class HostQueries:
         self._hosts = hosts
 
     async def stacks(self, peer: Peer) -> None:
-        rank = peer.greeting.get("rank")
-        if rank is not None and type(rank) is not int:
-            raise RendezvousError(f"rank={rank!r:.20} is no number")
+        rank = decode(OfRank, peer.greeting).rank
         answers = await self._collect(TakeStacks(rank), [] if rank is None else [rank])
         if not answers.encoded:
             for shared in shared_stacks(itertools.chain(*answers.by_replica.values())):
@@ -68,11 +66,7 @@ class HostQueries:
         await _send(peer, answers)
 
     async def profile(self, peer: Peer) -> None:
-        words = {name: peer.greeting.get(name) for name in ("ranks", "seconds", "idle")}
-        try:
-            request = decode(ProfileRanks, words)
-        except DecodeError as error:
-            raise RendezvousError(str(error)) from None
+        request = decode(ProfileRanks, peer.greeting)
         if not 0 < request.seconds <= MAX_SECONDS:
             raise RendezvousError(f"seconds={request.seconds!r:.20} is not between 1 and {MAX_SECONDS:g}")
         # py-spy ends with its client: nobody else reads what it samples for up to ten minutes.

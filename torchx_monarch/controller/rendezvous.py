@@ -179,10 +179,7 @@ class Rendezvous:
 
     async def _resume(self, peer: Peer) -> None:
         """Have a channel go on over another connection."""
-        try:
-            resumption = decode(_Resumption, peer.greeting)
-        except DecodeError as error:
-            raise RendezvousError(str(error)) from None
+        resumption = decode(_Resumption, peer.greeting)
         channel = self._channels.get(resumption.token)
         if channel is None or channel.loss:
             raise RendezvousError("it has not registered there, or counts as lost")
@@ -235,10 +232,7 @@ class Rendezvous:
             await self.events.until_event(asyncio.sleep(_CANCELLED_WITHIN if result.stopped else 0.0))
 
     def _admit(self, greeting: messages.Message) -> Registration:
-        try:
-            host = decode(Registration, greeting.get("host"), "the registration")
-        except DecodeError as error:
-            raise RendezvousError(str(error)) from None
+        host = decode(Registration, greeting.get("host"), "the registration")
         if not 0 <= host.replica < self._replicas:
             raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
         last = self.members.get(host.replica)

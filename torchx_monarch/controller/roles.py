@@ -93,10 +93,7 @@ class RoleServer:
         await self._changes.until(lambda: not self._links, timeout if result.code else 0.0)
 
     async def _register(self, peer: Peer) -> None:
-        try:
-            role = decode(_Greeting, peer.greeting).role
-        except DecodeError as error:
-            raise RendezvousError(str(error)) from None
+        role = decode(_Greeting, peer.greeting).role
         if role in self._links and not self._ending:
             self._fail(f"replica 0 of role {role!r} was started again")
         if self._ending:

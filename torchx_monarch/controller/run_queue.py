@@ -38,9 +38,10 @@ from torchx_monarch.controller.host_messages import (
     StopRanks,
     encode_request,
 )
-from torchx_monarch.controller.host_network import Peer, RendezvousError, Serve
+from torchx_monarch.controller.host_network import OfRank, Peer, RendezvousError, Serve
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.insight.run_log import RunLog
+from torchx_monarch.model.codec import decode
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.system import safe_files
@@ -444,10 +445,7 @@ class RunQueue:
 
     async def _follow(self, peer: Peer) -> None:
         run, wait = self.find(peer.greeting.get("run")), peer.greeting.get("wait") is not False
-        rank = peer.greeting.get("rank")
-        if rank is not None and type(rank) is not int:
-            raise RendezvousError(f"rank={rank!r:.20} is no number")
-        if why := run.why_no_rank(rank):
+        if why := run.why_no_rank(decode(OfRank, peer.greeting).rank):
             raise RendezvousError(why)
         await self._serve_records(run, peer, wait)
 

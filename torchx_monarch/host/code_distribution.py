@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from torchx_monarch.code_sync.code_store import CodeStore
@@ -47,8 +47,6 @@ other."""
 _REMOVAL_DELAY = 1.0
 """Seconds after which the code of the run before is removed, so as not to delay the start of the ranks."""
 
-Connect = Callable[[messages.Message], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
-
 
 class HostCode:
     """The code on one host: receive it, send it to other hosts, and check it out for runs.
@@ -58,13 +56,11 @@ class HostCode:
 
     Args:
         folder: path of the code store, which is created.
-        connect: opens a connection to replica 0, with a greeting.
         network: of this host.
     """
 
-    def __init__(self, folder: str, connect: Connect, network: HostNetwork) -> None:
+    def __init__(self, folder: str, network: HostNetwork) -> None:
         self._store = CodeStore(folder)
-        self._connect = connect
         self._network = network
         network.handlers.setdefault("code", self.serve_host)
         self._tree = ""  # that the hosts pass on
@@ -87,7 +83,7 @@ class HostCode:
         has = [upload.name for upload in await self._in_thread(self._store.uploads)]
         greeting = {"type": "code", "tree": tree_hash, "has": has, "address": address}
         try:
-            reader, writer = await self._connect(greeting)
+            reader, writer = await self._network.connect(greeting)
             with contextlib.closing(writer):
                 answer = await messages.receive(reader)  # when a source is free, or replica 0 is lost
                 if answer and "source" in answer:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -129,7 +128,6 @@ class CommandFollower(Follower):
         """Register with replica 0; return the command's result if it is not met until long enough after its end."""
         ends_alone = self._host.options.replacements > registration.restarts
         # A command that runs does not say that it waits.
-        self._host.connector = functools.partial(self._network.greet, self._network.rendezvous)
         joining = asyncio.ensure_future(RendezvousClient.join(self._network, registration, math.inf))
         ending = asyncio.ensure_future(self._patience(ends_alone))
         try:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import signal
 from typing import TYPE_CHECKING
 
@@ -80,6 +79,5 @@ class Follower:
             nonlocal failure
             failure = f" ({error})"
 
-        self._host.connector = functools.partial(self._network.greet, self._network.rendezvous)
         joining = RendezvousClient.join(self._network, registration, timeout, failed)
         return await self._host.reporter.while_waiting(joining, lambda: whom + failure)

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.controller.host_messages import Report
@@ -14,13 +13,11 @@ from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.env_names import INTERFACE
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.system.console import Console, WriterThread
-from torchx_monarch.transport import local_addresses, messages
-from torchx_monarch.transport.connections import Address, ConnectError
+from torchx_monarch.transport import local_addresses
+from torchx_monarch.transport.connections import Address
 
 if TYPE_CHECKING:
     from torchx_monarch.command.command import Command
-
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclasses.dataclass
@@ -34,7 +31,6 @@ class Host:
         ends_at: when the job is known to end, by the time limit of Slurm or ``stop_after``, in seconds since the epoch;
             0 if that is not known.
         report: sends a report to replica 0; None on replica 0, and while this host is not registered.
-        connector: opens another connection to replica 0 with a greeting; None before it is reached.
         disk: the thread that makes, reads and removes the files of attempts: a disk may stand still for minutes.
     """
 
@@ -49,7 +45,6 @@ class Host:
     grace: float = 0.0
     ends_at: float = 0.0
     report: Callable[[Report], Coroutine[Any, Any, None]] | None = None
-    connector: Callable[[messages.Message], Awaitable[Streams]] | None = None
     disk: WriterThread = dataclasses.field(default_factory=WriterThread)
 
     @property
@@ -66,12 +61,6 @@ class Host:
     def attach_socket(self) -> str:
         """The socket file to which ranks connect, to attach or to be debugged (see ``worker_loops``)."""
         return os.path.join(self.sockets, "attach")
-
-    async def connect(self, greeting: messages.Message) -> Streams:
-        """Open another connection to replica 0, with a greeting; raise ``ConnectError`` if that is not reached."""
-        if self.connector is None:
-            raise ConnectError("this host has not registered")
-        return await self.connector(greeting)
 
     def settle_addresses(self, run_dir: str, command: Command | None) -> tuple[Address, str]:
         """Return where replica 0 listens, and by which name or address the other hosts dial this one.

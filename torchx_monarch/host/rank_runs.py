@@ -266,7 +266,7 @@ class RankRuns(Workload):
         from torchx_monarch.host.code_distribution import HostCode
 
         assert self._network is not None
-        return HostCode(os.path.join(self._host.sockets, "code"), self._host.connect, self._network)
+        return HostCode(os.path.join(self._host.sockets, "code"), self._network)
 
     def _command_of(self, request: RunRequest, cwd: str, environ: Mapping[str, str]) -> Command:
         spec, replicas = self._allocation, self._host.options.world

@@ -19,8 +19,8 @@ import sys
 from typing import IO
 
 from torchx_monarch.controller.host_messages import WorkerLoopEnded
-from torchx_monarch.controller.host_network import HostNetwork, Peer, RendezvousError
-from torchx_monarch.host.host import Host, Streams
+from torchx_monarch.controller.host_network import HostNetwork, Peer, RendezvousError, Streams
+from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.model.env_names import JOB_VARIABLES, MONARCH_NOISE, is_for_hosts
 from torchx_monarch.model.job_result import describe_code
@@ -204,7 +204,7 @@ class RankRelay:
             "function": str(peer.greeting.get("function"))[:_MAX_TEXT],
         }
         try:
-            near, far = await self._host.connect(greeting)
+            near, far = await self._network.connect(greeting)
         except Exception as error:
             why = f"replica 0 is not reached: {error}"
             self._host.reporter.line(f"rank {rank} goes on without a debugger: {why}")
@@ -242,7 +242,7 @@ class RankRelay:
 
     async def _connect(self, role: str, greeting: messages.Message) -> Streams:
         if role in ("", self._host.options.role):
-            return await self._host.connect(greeting)
+            return await self._network.connect(greeting)
         if role not in self._others:
             raise ConnectError(f"role {role!r} has no mesh here, but {', '.join(self._others) or 'no other role'}")
         loop, timeout = asyncio.get_running_loop(), self._host.options.host_timeout

@@ -94,7 +94,6 @@ class Workload(abc.ABC):
 
     def _job_hosts(self, rendezvous: Rendezvous) -> JobHosts:
         """Return the hosts of the controller's job."""
-        self._host.connector = rendezvous.network.connect
         return JobHosts(rendezvous, self.sizes, self._host.reporter, self.handle)
 
     def _serve_clients(self, hosts: JobHosts, queue: RunQueue | None = None) -> None:
