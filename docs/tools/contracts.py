@@ -52,11 +52,8 @@ def _greetings() -> set[str]:
                 found.update(str(key.value) for key in node.keys if isinstance(key, ast.Constant))
             elif isinstance(node, ast.Subscript) and _is_handlers(node.value) and isinstance(node.slice, ast.Constant):
                 found.add(str(node.slice.value))
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr == "update" and _is_handlers(node.func.value):
-                    found.update(keyword.arg for keyword in node.keywords if keyword.arg)
-                elif node.func.attr == "serve" and node.args and isinstance(node.args[0], ast.Constant):
-                    found.add(str(node.args[0].value))
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".handlers.update"):
+                found.update(keyword.arg for keyword in node.keywords if keyword.arg)
     return found
 
 

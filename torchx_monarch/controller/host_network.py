@@ -258,6 +258,9 @@ class HostNetwork:
             raise RendezvousError(f"the job is not a live allocation, and takes no request {brief(kind)}")
         if kind in _FOR_HOSTS and peer.is_client:
             raise RendezvousError(f"a client may look at the job and stop it, and not {kind} as a host")
+        role = peer.greeting.get("role")
+        if role and role != self.options.role and kind != "register-role":
+            raise RendezvousError(f"these are the hosts of role {self.options.role!r}, not of {role!r:.100}")
         return self.handlers[kind]
 
 

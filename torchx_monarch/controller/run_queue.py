@@ -38,7 +38,7 @@ from torchx_monarch.controller.host_messages import (
     StopRanks,
     encode_request,
 )
-from torchx_monarch.controller.host_network import OfRank, Peer, RendezvousError, Serve
+from torchx_monarch.controller.host_network import OfRank, Peer, RendezvousError
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.codec import decode
@@ -197,15 +197,16 @@ class RunQueue:
         self._result: JobResult | None = None
         self._feeding = set[asyncio.Task[Any]]()
         self._timer: asyncio.TimerHandle | None = None
-        for kind, handler in {
-            "state": self._send_state,
-            "stop": self._stop,
-            "run": self._run,
-            "follow": self._follow,
-            "runs": self._runs,
-            "end-run": self._end_run,
-        }.items():
-            self.serve(kind, handler)
+        hosts.rendezvous.network.handlers.update(
+            {
+                "state": self._send_state,
+                "stop": self._stop,
+                "run": self._run,
+                "follow": self._follow,
+                "runs": self._runs,
+                "end-run": self._end_run,
+            }
+        )
 
     # -- for the controller --------------------------------------------------------------------------------------------
 
@@ -339,18 +340,6 @@ class RunQueue:
         elif run is self.current:
             run.ending = run.ending or result
             self._events.post(RunEndRequested(0, run.ending, number))
-
-    def serve(self, kind: str, handler: Serve) -> None:
-        """Have a handler serve the clients' greetings of a kind."""
-
-        async def serve(peer: Peer) -> None:
-            role = peer.greeting.get("role")
-            if role and role != self.hosts.spec.role:
-                own = self.hosts.spec.role
-                raise RendezvousError(f"these are the hosts of role {own!r}, not of {role!r:.100}")
-            await handler(peer)
-
-        self._rendezvous.network.handlers[kind] = serve
 
     def state(self) -> messages.Message:
         idle = 0.0 if self.current or self._queue or self._users else time.monotonic() - self._busy_at

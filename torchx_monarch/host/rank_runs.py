@@ -159,7 +159,7 @@ class RankRuns(Workload):
         self._network = hosts.rendezvous.network  # also of a host that cannot start
         log_dir, disk = self._host.log_dir, self._host.disk
         queue = RunQueue(hosts, self._allocation, log_dir, disk, lambda: self._zygotes.ready)
-        queue.serve("sync", functools.partial(self._code.serve_client, queue))
+        self._network.handlers["sync"] = functools.partial(self._code.serve_client, queue)
         self._network.handlers["code"] = self._code.distribute
         return queue
 
