@@ -17,8 +17,7 @@ from tests.waits import WITHIN
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.timed_line import LogQuery
 from torchx_monarch.host.ranks import rank_main
-from torchx_monarch.host.ranks.rank_log import LogSpace, RankLog
-from torchx_monarch.host.ranks.rank_logs import FilteredFile
+from torchx_monarch.host.ranks.rank_logs import FilteredFile, LogSpace, RankLog
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.host.ranks.run_output import RunOutput, RunOutputSink
 from torchx_monarch.supervisor import log_files, log_reader

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine
-from torchx_monarch.host.ranks import rank_log, rank_output
-from torchx_monarch.host.ranks.rank_log import LogSpace, RankLog
+from torchx_monarch.host.ranks import rank_logs, rank_output
+from torchx_monarch.host.ranks.rank_logs import LogSpace, RankLog
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.host.ranks.run_output import RunOutput, RunOutputSink
 from torchx_monarch.insight.run_log import RunLog
@@ -192,9 +192,9 @@ def test_a_limit_drops_the_oldest_output_and_says_so(tmp_path: Path, refers: boo
 
 
 def test_many_bytes_of_logs_and_few_free_ones_are_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_log, "_MUCH", 1000)
-    monkeypatch.setattr(rank_log, "_CHECK", 1000)
-    monkeypatch.setattr(rank_log, "_SCARCE", 1 << 62)
+    monkeypatch.setattr(rank_logs, "_MUCH", 1000)
+    monkeypatch.setattr(rank_logs, "_CHECK", 1000)
+    monkeypatch.setattr(rank_logs, "_SCARCE", 1 << 62)
     replica = Replica(tmp_path)
     replica.run([(0, "stdout", b"x" * 99 + b"\n")] * 50)
     much, free = replica.said

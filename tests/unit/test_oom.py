@@ -13,8 +13,8 @@ import pytest
 from tests.unit.test_errors import exit_of
 from tests.unit.test_sync_store import write
 from torchx_monarch.host.ranks import rank_samples
-from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
 from torchx_monarch.insight.rank_sample import DeviceUse
+from torchx_monarch.system.cgroups import OutOfMemory
 
 V1 = {
     "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/job/step\n0::/\n",

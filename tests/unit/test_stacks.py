@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.waits import until
-from torchx_monarch.host.ranks import rank_profiles
+from torchx_monarch.host.ranks import rank_stacks
 from torchx_monarch.insight.profile import RankProfile, collapsed, flame_graph, parse_collapsed, speedscope
 from torchx_monarch.insight.stacks import (
     Frame,
@@ -219,5 +219,5 @@ def test_speedscope_and_text_have_the_same_samples() -> None:
 
 def test_without_a_folder_for_samples_the_rank_has_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nosuch")
-    (found,) = asyncio.run(rank_profiles.profile([Mock(rank=3, is_running=True)], 0, 1.0, False))
+    (found,) = asyncio.run(rank_stacks.profile([Mock(rank=3, is_running=True)], 0, 1.0, False))
     assert found.rank == 3 and "No such file" in found.problem

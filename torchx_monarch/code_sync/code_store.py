@@ -15,9 +15,9 @@ import tempfile
 import threading
 from collections import OrderedDict
 
+from torchx_monarch.code_sync.manifest import Tree
 from torchx_monarch.code_sync.upload import Upload, UploadError
-from torchx_monarch.code_sync.work_folder import WorkFolder, write_tree
-from torchx_monarch.system import run_dirs
+from torchx_monarch.system import run_dirs, safe_files
 
 _TREES = 32
 """Number of trees to keep. A client that returns to an earlier state of its code sends nothing, and queued runs find
@@ -28,6 +28,10 @@ _UPLOADS = 64
 
 _WORKSPACES = 10
 """Number of workspaces of which the folder is kept, with the results of their runs."""
+
+_BYTECODE = "__pycache__"
+"""It goes with the code: Python compares it with the size and the whole seconds of its source, and a source can be
+replaced within a second."""
 
 
 class CodeStore:
@@ -104,7 +108,7 @@ class CodeStore:
             aside = tempfile.mkdtemp(prefix="aside-", dir=self.folder)
             try:
                 new, old = os.path.join(aside, "new"), os.path.join(aside, "old")
-                write_tree(tree, new, lambda digest: sources[digest].content(digest))
+                tree.write(new, lambda digest: sources[digest].content(digest))
                 os.mkdir(old)
                 folder.replace_code(tree, new, old)
                 while len(self._folders) > _WORKSPACES:
@@ -129,3 +133,36 @@ class CodeStore:
                     reason = f"no space left: {free} bytes, and the code needs {needed}"
                     raise OSError(errno.ENOSPC, reason, self.folder)
                 run_dirs.remove_tree(self._folders.popitem(last=False)[1].path)
+
+
+class WorkFolder:
+    """A folder in which the runs of a workspace work, one after the other. Its path stays the same."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._code = {_BYTECODE}
+
+    def replace_code(self, tree: Tree, new: str, old: str) -> None:
+        """Replace the code of the run before; keep what runs have left beside it, such as results and checkpoints.
+
+        No run may use the folder meanwhile. After an error, it can be repeated with this tree or another.
+
+        Args:
+            new: path of a folder with the tree, which is moved out of it.
+            old: path of an empty folder, into which the code of the run before is moved.
+        """
+        code = tree.names_with_files | {_BYTECODE}
+        self._code |= code
+        os.makedirs(self.path, mode=0o700, exist_ok=True)  # a run may have removed it
+        folder = safe_files.open_folder(self.path, below=os.path.dirname(self.path))
+        try:
+            for name in self._code:
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(name, os.path.join(old, name), src_dir_fd=folder)
+            kept = os.listdir(folder)
+            for name in os.listdir(new):
+                if name not in kept:  # it is an empty folder of the tree, in which runs have left results
+                    os.rename(os.path.join(new, name), name, dst_dir_fd=folder)
+        finally:
+            os.close(folder)
+        self._code = code

@@ -12,8 +12,10 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+from torchx_monarch.system import safe_files
 
 FILE, EXECUTABLE, LINK, FOLDER = "f", "x", "l", "d"
 
@@ -125,3 +127,29 @@ class Tree:
         if wrong := tree.parents & tree.entries.keys():
             raise ValueError(f"something lies below {min(wrong)!r}, which is no folder with something in it")
         return tree
+
+    def write(self, folder: str, content: Callable[[str], bytes]) -> None:
+        """Write the tree into a folder, which is created. The files are copies, which a run may change.
+
+        Args:
+            content: called with a digest; returns that content.
+        """
+        os.mkdir(folder, 0o700)
+        root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for path in sorted(self.parents):
+                os.mkdir(path, 0o700, dir_fd=root)
+            for path, entry in self.entries.items():
+                if entry.kind == FOLDER:
+                    os.mkdir(path, 0o700, dir_fd=root)
+                elif entry.kind == LINK:
+                    os.symlink(entry.content, path, dir_fd=root)
+                else:
+                    mode = 0o700 if entry.kind == EXECUTABLE else 0o600
+                    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=root)
+                    try:
+                        safe_files.write_all(target, content(entry.content))
+                    finally:
+                        os.close(target)
+        finally:
+            os.close(root)

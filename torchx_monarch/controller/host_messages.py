@@ -146,7 +146,7 @@ class TakeStacks(Request[list[SharedStacks]]):
 
 @dataclasses.dataclass(frozen=True)
 class ProfileRanks(Request[list[RankProfile]]):
-    """Profile the ranks of the host, those of the global ``ranks`` alone unless it is empty (see ``rank_profiles``)."""
+    """Profile the ranks of the host, those of the global ``ranks`` alone unless it is empty (see ``rank_stacks``)."""
 
     ranks: tuple[int, ...]
     seconds: float

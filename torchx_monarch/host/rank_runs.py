@@ -31,8 +31,7 @@ from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.preflight import take_facts
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
-from torchx_monarch.host.ranks.rank_log import LogSpace
-from torchx_monarch.host.ranks.rank_logs import RankLogs
+from torchx_monarch.host.ranks.rank_logs import LogSpace, RankLogs
 from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.host.ranks.rank_starter import RankStarter
 from torchx_monarch.host.ranks.run_output import RunOutput, read_values

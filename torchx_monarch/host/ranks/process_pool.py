@@ -15,11 +15,11 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
 from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.model.job_result import EARLY_FAILURES_WITHIN, RankExit
 from torchx_monarch.model.world import World
 from torchx_monarch.system import error_files
+from torchx_monarch.system.cgroups import OutOfMemory
 from torchx_monarch.system.children import end_orphans
 from torchx_monarch.system.console import WriterThread
 from torchx_monarch.system.untrusted_text import one_line
@@ -142,7 +142,7 @@ class ProcessPool:
 
     async def profile(self, ranks: Collection[int], seconds: float, idle: bool) -> list[RankProfile]:
         """Return profiles of the ranks that run now, of those with these global ranks if any are given."""
-        from torchx_monarch.host.ranks.rank_profiles import profile
+        from torchx_monarch.host.ranks.rank_stacks import profile
 
         chosen = [rank for rank in self.ranks if not ranks or rank.rank in ranks]
         return await profile(chosen, self._replica, seconds, idle)

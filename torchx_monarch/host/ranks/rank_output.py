@@ -17,8 +17,7 @@ from torchx_monarch.system.line_output import LONGEST, complete
 from torchx_monarch.system.log_references import prefixed
 
 if TYPE_CHECKING:
-    from torchx_monarch.host.ranks.rank_log import RankLog
-    from torchx_monarch.host.ranks.rank_logs import FilteredFile
+    from torchx_monarch.host.ranks.rank_logs import FilteredFile, RankLog
     from torchx_monarch.host.ranks.run_output import RunOutput, RunOutputSink
     from torchx_monarch.system.console import WriterThread
 

@@ -14,7 +14,6 @@ from typing import Any
 from torchx_monarch.host.ranks import flight_recorders
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.master_store import MasterEndpoint
-from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
 from torchx_monarch.host.ranks.process_pool import ProcessPool
 from torchx_monarch.host.ranks.rank_logs import RankLogs
 from torchx_monarch.host.ranks.rank_process import Rank
@@ -29,6 +28,7 @@ from torchx_monarch.model.env_names import INTERFACE, THIS_JOB
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.world import LaunchError, World
 from torchx_monarch.system import processes, run_dirs
+from torchx_monarch.system.cgroups import OutOfMemory
 from torchx_monarch.system.console import WriterThread
 from torchx_monarch.training import steps
 from torchx_monarch.training.checkpoint import MEMORY

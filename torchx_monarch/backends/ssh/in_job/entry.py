@@ -27,7 +27,6 @@ from torchx_monarch.backends.local.request import SupervisorRequest
 from torchx_monarch.backends.ssh.in_job.wire import MAX_LINES, PYTHON_FILE, READY, FoundReplica, Place
 from torchx_monarch.code_sync.manifest import Tree
 from torchx_monarch.code_sync.upload import Upload, UploadError, copy
-from torchx_monarch.code_sync.work_folder import write_tree
 from torchx_monarch.insight import events
 from torchx_monarch.model import codec
 from torchx_monarch.model.state import State
@@ -113,7 +112,7 @@ class Code:
     def check_out(self, tree_hash: str, folder: str) -> None:
         """Make a folder with a workspace that was received."""
         self._store()
-        write_tree(self._trees[tree_hash], folder, self._content)
+        self._trees[tree_hash].write(folder, self._content)
 
     def _store(self) -> None:
         """Store the upload that has arrived."""
