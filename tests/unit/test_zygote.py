@@ -108,7 +108,7 @@ def test_the_limit_of_processes_is_named_during_the_import(tmp_path: Path, monke
 
 
 def test_a_rank_that_is_killed_before_it_has_begun_is_called_so() -> None:
-    forks = runpy.run_path(_ZYGOTE_MAIN)["_Forks"]([{}], [], None, {}, 1)
+    forks = runpy.run_path(_ZYGOTE_MAIN)["_Forks"]([{}], [], None)
     os.close(forks._writer)  # as the kernel does when the fork is killed
     assert forks._answers() == [{"error": "it was killed before it had begun"}]
 

@@ -15,7 +15,8 @@ import math
 import os
 import re
 import stat
-from typing import Any, TypeAlias
+import tempfile
+from typing import IO, Any, TypeAlias
 
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -118,6 +119,13 @@ def open_folder(path: _Path, *, below: _Path) -> int:
             os.close(fd)
         fd = inner
     return fd
+
+
+def nameless_file() -> IO[bytes]:
+    """Open a file without a name, in memory where Python has ``memfd_create``, which one for any glibc has not."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("torchx-monarch"), "r+b", 0)
+    return tempfile.TemporaryFile(buffering=0)
 
 
 def read_file(path: _Path, *, limit: int = MAX_JSON_BYTES, below: _Path | None = None) -> bytes:

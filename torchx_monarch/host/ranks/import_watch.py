@@ -32,7 +32,7 @@ import threading
 import time
 import types
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from os import listdir, stat  # these two are replaced
 from stat import S_ISDIR
 from typing import Any
@@ -239,6 +239,10 @@ class ImportWatch:
         if not is_ignored and (kind, path) not in self._stamps:
             self._stamps[kind, path] = _stamp(kind, path)
 
+    def add_stamps(self, kind: str, paths: Iterable[str]) -> None:
+        """Stamp files, or ``folder``s by the time at which something in them was added or removed."""
+        self._stamps.update({(kind, path): _stamp(kind, path) for path in paths})
+
     def _see_process_id(self, original: Any) -> int:
         value, (callers, standard) = _ProcessId(original()), _callers()
         if "multiprocessing.util" in standard:
@@ -405,7 +409,8 @@ def _stamp(kind: str, path: str) -> object:
         found = stat(path)
     except OSError as error:
         return error.errno
-    return found.st_mode if S_ISDIR(found.st_mode) else (found.st_mtime_ns, found.st_size, found.st_ino)
+    is_mode = kind != "folder" and S_ISDIR(found.st_mode)
+    return found.st_mode if is_mode else (found.st_mtime_ns, found.st_size, found.st_ino)
 
 
 def _held_by(callers: Sequence[Caller]) -> Iterator[tuple[dict[str, Any], tuple[str, ...], Any]]:

@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import tempfile
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 _RANK_ZERO = {
@@ -67,10 +67,10 @@ class LeadingImports:
         self._has_path0 = bool(path0)
         self._installed = _InstalledModules(path0)
         self._watch: Any = watch["ImportWatch"](self._path, self._installed.places, _HARMLESS)
+        self._watch.add_stamps("folder", self._installed.places)
         self._must_not_be_shared: type[BaseException] = watch["MustNotBeShared"]
         self._set: dict[bytes, bytes] = {}
         self._packages: set[str] = set()
-        self._files: dict[str, tuple[int, int]] = {}
         self._guard: Any = _Guard(self._installed, self._watch.stop)
         self._bound: list[tuple[str, str, Any]] = []
 
@@ -126,7 +126,9 @@ class LeadingImports:
             self.output = output.read()
         new = set(sys.modules) - before
         self._packages = {name.partition(".")[0] for name in new}
-        self._files = self._installed.files_of(new)
+        specs = (vars(sys.modules[name]).get("__spec__") for name in new if hasattr(sys.modules[name], "__dict__"))
+        files = (str(spec.origin) for spec in specs if isinstance(spec, importlib.machinery.ModuleSpec))
+        self._watch.add_stamps("content", files)
         return [generators.stop(), _renew_rank_zero, self._watch.renew]
 
     def _execute(self, path: str, line: int, text: str, main: types.ModuleType) -> str:
@@ -192,11 +194,8 @@ class LeadingImports:
         importlib.invalidate_caches()
         places = [path0, *sys.path] if self._has_path0 else sys.path
         specs = (importlib.machinery.PathFinder.find_spec(name, places) for name in self._packages)
-        return (
-            self._installed.are_unchanged()
-            and self._watch.is_current()
-            and self._files == _stamps(self._files)
-            and not any(spec.loader and self._installed.foreign(spec) for spec in specs if spec)
+        return self._watch.is_current() and not any(
+            spec.loader and self._installed.foreign(spec) for spec in specs if spec
         )
 
 
@@ -313,7 +312,6 @@ class _InstalledModules:
         own = _folders(program_folder, *(path for path in paths if not _has_packages(path)))
         self._own = tuple(path for path in own if path.startswith(self.places))
         self._standard = _folders(sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-        self._times = _stamps(self.places)
 
     def foreign(self, spec: importlib.machinery.ModuleSpec) -> str:
         """Return the file or folder of a module that is neither installed nor Python's own; else empty."""
@@ -325,29 +323,11 @@ class _InstalledModules:
                 return str(path)
         return ""
 
-    def files_of(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-        """Return the stamps of the files of modules that have been imported."""
-        specs = (vars(sys.modules[name]).get("__spec__") for name in names if hasattr(sys.modules[name], "__dict__"))
-        return _stamps(str(spec.origin) for spec in specs if isinstance(spec, importlib.machinery.ModuleSpec))
-
-    def are_unchanged(self) -> bool:
-        return _stamps(self.places) == self._times
-
 
 def _has_packages(folder: str) -> bool:
     with contextlib.suppress(OSError):
         return any(name.endswith(".dist-info") for name in os.listdir(folder))
     return False
-
-
-def _stamps(paths: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Return when files and folders, those that exist, were changed, and their sizes."""
-    stamps = {}
-    for path in paths:
-        with contextlib.suppress(OSError):
-            found = os.stat(path)
-            stamps[path] = found.st_mtime_ns, found.st_size
-    return stamps
 
 
 def _folders(*paths: str | None) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.system import process_status
 from torchx_monarch.system.children import Child
+from torchx_monarch.system.safe_files import nameless_file
 
 if TYPE_CHECKING:
     from torchx_monarch.host.ranks.flight_recorders import RecorderConnection
@@ -74,11 +74,7 @@ class Rank(Child):
         """How often its process had left the processor when it was first seen waiting inside the kernel, and when."""
         self._draining: asyncio.Task[None] | None = None  # asyncio keeps only weak references to tasks
         with contextlib.ExitStack() as unfinished:
-            # In memory where Python has ``memfd_create``, which a Python for any glibc has not.
-            if hasattr(os, "memfd_create"):
-                self.stacks = os.fdopen(os.memfd_create("stacks"), "r+b", 0)
-            else:
-                self.stacks = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+            self.stacks = nameless_file()
             unfinished.callback(self.stacks.close)
             if process is None:
                 self.given = (os.dup(self.stacks.fileno()),)

@@ -7,13 +7,13 @@ import asyncio
 import dataclasses
 import os
 import struct
-import tempfile
 import time
 from collections.abc import Sequence
 
 from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.insight.rank_sample import Progress, StepsRead
 from torchx_monarch.insight.step_progress import MAX_STEP
+from torchx_monarch.system.safe_files import nameless_file
 from torchx_monarch.training import steps
 
 _WORD = struct.Struct("=q")
@@ -35,10 +35,7 @@ class StepMemory:
     """
 
     def __init__(self, count: int, ends_at: float) -> None:
-        if hasattr(os, "memfd_create"):  # as in ``rank_process``
-            self._file = os.fdopen(os.memfd_create("steps"), "r+b", 0)
-        else:
-            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        self._file = nameless_file()
         self._count = count
         self._target, self._is_confirmed = -1, False
         fields = [steps.KEY, int(ends_at * 1000), steps.NEVER]

@@ -68,6 +68,9 @@ _START_TIMEOUT = 60.0
 _MAX_DESCRIPTORS = 253
 """Largest number of descriptors in one message (SCM_MAX_FD of Linux)."""
 
+_program: dict[str, Any] = {}
+"""The names of ``rank_main``, and what orders have made: ``preloaded``, ``leading``, ``unsafe`` and ``has_path0``."""
+
 _FOR_ALL = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that a backend may send to every process of a job. The host decides when the zygote and the store end."""
 
@@ -79,21 +82,21 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _import(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
+def _import(order: dict[str, Any]) -> dict[str, Any]:
     if not order["modules"]:
         return {"unsafe": "", "serves_store": False, "versions": {}}  # each rank executes an interpreter of its own
-    safety = program["run_sibling_file"]("fork_safety.py")
+    safety = _program["run_sibling_file"]("fork_safety.py")
     before, generators = safety["Resources"](_fork), safety["Generators"]()
     unsafe: str = before.tracer()
 
     def what_is_new(module: str) -> str:
         return str(before.what_is_new(module) or generators.seeded_by(module))
 
-    path0 = sys.path[0] if order["mode"] != "exec" and program["set_path0"](order["mode"], order["target"]) else None
+    path0 = sys.path[0] if order["mode"] != "exec" and _program["set_path0"](order["mode"], order["target"]) else None
     # Importing torch makes 260,000 objects that stay. Scanning them for garbage again and again costs an eighth of the
     # import. gc.freeze exempts them from collection, which would write to every page that forks share.
     gc.disable()
-    preloaded = program["preloaded"] = program["run_sibling_file"]("preloaded_modules.py")["PreloadedModules"]()
+    preloaded = _program["preloaded"] = _program["run_sibling_file"]("preloaded_modules.py")["PreloadedModules"]()
     for name in order["modules"]:
         try:
             with preloaded.importing(name):
@@ -108,9 +111,9 @@ def _import(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
         sys.path.remove(path0)
     _renewals.append(generators.stop())
     if not unsafe:
-        program["run_sibling_file"]("exit_functions.py")["leave_operators"]()
+        _program["run_sibling_file"]("exit_functions.py")["leave_operators"]()
     gc.freeze()
-    program["unsafe"] = unsafe
+    _program["unsafe"] = unsafe
     return {"unsafe": unsafe, "serves_store": "torch" in sys.modules, "versions": _versions()}
 
 
@@ -125,10 +128,10 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _lead(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
-    if program["unsafe"]:
+def _lead(order: dict[str, Any]) -> dict[str, Any]:
+    if _program["unsafe"]:
         return {}  # each rank executes an interpreter of its own
-    run_sibling_file = program["run_sibling_file"]
+    run_sibling_file = _program["run_sibling_file"]
 
     def fork() -> int:
         parent = os.getpid()  # that of an earlier copy, perhaps
@@ -139,12 +142,12 @@ def _lead(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
     if order["cwd"] is not None:
         os.chdir(order["cwd"])
     os.environ.update(order["env"])
-    program["has_path0"] = is_set = program["set_path0"](order["mode"], order["target"])
-    preloaded = program["preloaded"]
+    _program["has_path0"] = is_set = _program["set_path0"](order["mode"], order["target"])
+    preloaded = _program["preloaded"]
     preloaded.hide()
     path0, watch = sys.path[0] if is_set else "", run_sibling_file("import_watch.py")
     leading = run_sibling_file("leading_imports.py")["LeadingImports"](order, path0, watch)
-    program["leading"] = leading
+    _program["leading"] = leading
     _renewals.extend(leading.execute(fork, run_sibling_file("fork_safety.py"), preloaded.hide_again))
     gc.freeze()
     return {"unshared": leading.unshared}
@@ -227,24 +230,14 @@ class _Forks:
     """Fork the processes of an order: ranks, and the store where they meet.
 
     A middle process forks them all and ends, so that they become children of the host, which is their subreaper: the
-    host learns their exact exit codes, and the kernel kills the ranks when it dies. The order's descriptors are passed,
-    and the channel to the host, whose pid is ``host``, which the processes close; ``program`` are the names of
-    ``rank_main``.
+    host learns their exact exit codes, and the kernel kills the ranks when it dies. The processes close the descriptors
+    of the order, and the channel to the host.
     """
 
-    def __init__(
-        self,
-        processes: list[dict[str, Any]],
-        passed: list[int],
-        channel: socket.socket,
-        program: dict[str, Any],
-        host: int,
-    ) -> None:
+    def __init__(self, processes: list[dict[str, Any]], passed: list[int], channel: socket.socket) -> None:
         self._processes = processes
-        self._program = program
         self._passed = passed
         self._channel = channel
-        self._host = host
         self._middle = 0
         self._reader, self._writer = os.pipe()
 
@@ -282,7 +275,7 @@ class _Forks:
 
     def _begin(self, number: int) -> None:
         """Make this process that of a rank, and report its pid; end if something fails."""
-        rank = self._processes[number]
+        rank, host = self._processes[number], int(sys.argv[2])
         try:
             os.setsid()
             out, err, stacks = (self._passed[index] for index in rank["files"])
@@ -291,10 +284,10 @@ class _Forks:
             os.dup2(err, 2)
             for closed in {*self._passed, self._channel.detach(), self._reader} - {stacks, go}:
                 os.close(closed)
-            self._program["receive_stacks_file"](stacks, self._host, bool(rank["python"]))
-            _show_preloaded(self._program)
+            _program["receive_stacks_file"](stacks, host, bool(rank["python"]))
+            _show_preloaded()
             # The leading statements may have changed variables that the zygote had.
-            had = self._program["leading"].environ if "leading" in self._program else {}
+            had = _program["leading"].environ if "leading" in _program else {}
             os.environ.update({name: value for name, value in rank["env"].items() if had.get(name) != value})
             if "cwd" in rank:
                 os.chdir(rank["cwd"])
@@ -307,7 +300,7 @@ class _Forks:
                 _renew_state()
             while os.getppid() == self._middle:
                 time.sleep(0.0005)  # until the middle process has forked the other ranks
-            _die_with(self._host)
+            _die_with(host)
             if rank["python"] and shutil.which(rank["python"][0]) is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             self._report(number, pid=os.getpid())
@@ -320,7 +313,7 @@ class _Forks:
         os.close(go)
         if rank["python"]:
             program = [rank["mode"], rank["target"], *rank["args"]]
-            self._program["exec_program"](
+            _program["exec_program"](
                 rank["python"][0], [*rank["python"][1:], _RANK_MAIN, rank["breakpoints"], *program]
             )
 
@@ -338,10 +331,10 @@ class _Forks:
                 if int(name) > 2 and int(name) not in (lifeline, listener, self._writer):
                     with contextlib.suppress(OSError):
                         os.close(int(name))
-            self._program["set_command_line"](["torchx-monarch", "tcpstore"])
+            _program["set_command_line"](["torchx-monarch", "tcpstore"])
             with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
                 file.write("tcpstore")
-            _show_preloaded(self._program)
+            _show_preloaded()
             _store = _serve_store(self._processes[number]["store"], listener)
         except BaseException as error:
             self._report(number, error=_reason(error))
@@ -372,9 +365,9 @@ class _Forks:
         return answers
 
 
-def _show_preloaded(program: dict[str, Any]) -> None:
-    if "leading" in program:
-        program["preloaded"].show()
+def _show_preloaded() -> None:
+    if "leading" in _program:
+        _program["preloaded"].show()
 
 
 def _reason(error: BaseException) -> str:
@@ -442,7 +435,7 @@ def _next_order(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return {**json.loads(line), "is_cut": is_cut}, passed
 
 
-def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, Any]:
+def _serve_orders(channel: socket.socket) -> dict[str, Any]:
     """Execute orders for ever; return only in ranks, with their description."""
 
     while True:
@@ -451,11 +444,11 @@ def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, 
         answer: dict[str, Any] = {}
         try:
             if op == "import":
-                answer = _import(order, program)
+                answer = _import(order)
             elif op == "lead":
-                answer = _lead(order, program)
+                answer = _lead(order)
             elif op == "check":
-                answer["current"] = "leading" not in program or program["leading"].is_current(order["path0"])
+                answer["current"] = "leading" not in _program or _program["leading"].is_current(order["path0"])
             elif op == "count":
                 answer = _in_fork(op, _count, order["device"])
             elif op == "cpus":
@@ -463,9 +456,7 @@ def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, 
             elif order["is_cut"]:  # there was no room for all descriptors
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             elif op == "fork":
-                rank, answer["processes"] = _Forks(
-                    order["processes"], passed, channel, program, int(sys.argv[2])
-                ).fork()
+                rank, answer["processes"] = _Forks(order["processes"], passed, channel).fork()
                 if rank is not None:
                     return rank
         except Exception as error:
@@ -480,24 +471,24 @@ def main() -> None:
     _die_with(int(sys.argv[2]))
     for number in _FOR_ALL:
         _handlers[number] = signal.signal(number, signal.SIG_IGN)
-    program: dict[str, Any] = {"__name__": "rank_main", "__file__": _RANK_MAIN}
+    _program.update(__name__="rank_main", __file__=_RANK_MAIN)
     with open(_RANK_MAIN) as file:
-        exec(compile(file.read(), _RANK_MAIN, "exec", dont_inherit=True), program)
-    program["show_stacks"]()
-    rank = _serve_orders(socket.socket(fileno=int(sys.argv[1])), program)
+        exec(compile(file.read(), _RANK_MAIN, "exec", dont_inherit=True), _program)
+    _program["show_stacks"]()
+    rank = _serve_orders(socket.socket(fileno=int(sys.argv[1])))
     if rank["mode"] == "exec":
-        program["exec_program"](rank["target"], rank["args"])
-    program["replace_set_trace"](rank["breakpoints"])
-    send_failure = program["run_sibling_file"]("rank_recorder.py")["watch"](rank["recorder"])
-    program["preloaded"].hide()
-    if program.get("has_path0"):
+        _program["exec_program"](rank["target"], rank["args"])
+    _program["replace_set_trace"](rank["breakpoints"])
+    send_failure = _program["run_sibling_file"]("rank_recorder.py")["watch"](rank["recorder"])
+    _program["preloaded"].hide()
+    if _program.get("has_path0"):
         del sys.path[0]  # the leading statements may have been another program's
-    program["set_path0"](rank["mode"], rank["target"])
-    if "leading" in program:
-        for descriptor, output in enumerate(program["leading"].output, 1):
+    _program["set_path0"](rank["mode"], rank["target"])
+    if "leading" in _program:
+        for descriptor, output in enumerate(_program["leading"].output, 1):
             with open(descriptor, "wb", closefd=False) as file:
                 file.write(output)
-    program["run_program"](rank["mode"], rank["target"], rank["args"], send_failure)
+    _program["run_program"](rank["mode"], rank["target"], rank["args"], send_failure)
 
 
 if __name__ == "__main__":
