@@ -127,6 +127,7 @@ _EXAMPLES = {
     "drill": "torchx monarch drill --faults rank,save -- monarch.spmd -j 2x2 train.py",
     "top": "torchx monarch top last --by-host",
     "metrics": "torchx monarch metrics last loss",
+    "nodes": "torchx monarch nodes -s monarch_slurm",
     "compare": "torchx monarch compare train-x1y2z3 last",
     "mcp": "torchx monarch mcp",
     "web": "torchx monarch web --port 8080",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import signal
 import textwrap
 from pathlib import Path
@@ -255,3 +256,7 @@ def test_the_loss_of_a_spare_harms_nothing_and_a_bad_host_makes_way_for_the_othe
     assert ended.num_restarts == 1
     states = [replica.state for replica in ended.roles[0].replicas]
     assert states == [AppState.SUCCEEDED, AppState.SUCCEEDED, AppState.FAILED, AppState.SUCCEEDED]
+    (here,) = json.loads(place.torchx("monarch", "nodes", "--json"))
+    assert (here["node"], here["jobs"], here["faults"]) == (platform.node(), 1, {"failed_alone": 1})
+    place.torchx("delete", handle)  # what the job has met is known without it
+    assert f"{here['node']} 1 1 in 1 job" in " ".join(place.torchx("monarch", "nodes").split())

@@ -225,7 +225,7 @@ def test_a_host_that_fails_again_stays_where_no_other_can_take_its_place(monkeyp
     assert job.result().code == 0
     said: list[str] = []
     monkeypatch.setattr(job.reporter, "report", lambda kind, message, **more: said.append(message))
-    assert [job.gatherer.blame(replica, "boom") for replica in (0, 0, 1, 1)] == [None] * 4
+    assert [job.gatherer.blame(replica, "failed_alone", "boom") for replica in (0, 0, 1, 1)] == [None] * 4
     assert [message.partition("; it stays, because ")[2] for message in said] == [
         "the controller runs there",
         "no other host can take its place now",

@@ -111,7 +111,7 @@ def _calls_of_an_attempt(hosts: int) -> int:
         await table.until(lambda: table.able_count > 0, 0.0)
         formed = await gatherer.gather(0.0)
         assert isinstance(formed, list) and len(formed) == hosts and not gatherer.newcomers()
-        gatherer.blame(hosts - 1, "it failed")
+        gatherer.blame(hosts - 1, "lost", "it failed")
         lost = table.get(hosts - 1)
         assert lost is not None
         table.set_state(lost, MemberState.LOST)

@@ -35,6 +35,7 @@ SUB_COMMANDS = {
     "profile": "what ranks do with their time, as a flame graph or for speedscope",
     "metrics": "what a job has reported over time, as CSV or JSON",
     "compare": "two jobs: their curves over each other, and in what they differ",
+    "nodes": "what your jobs have met on each machine",
     "report": "a page about a job: what ran, why it ended, and where its time went",
     "mcp": "a server of the Model Context Protocol, for coding agents",
     "web": "live pages about the jobs of this machine, for a browser",

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
                 for app in apps:
                     try:
                         if job := _chosen(scheduler, app, args):
-                            scheduler.apps.delete(app.app_id)
+                            scheduler.delete(app.app_id)
                             removed.append(job)
                     except BackendError as error:
                         say(f"{app.handle} stays: {one_line(str(error), 300)}")

@@ -63,6 +63,7 @@ class Attempt:
         shown = [
             {
                 "replica": host.replica,
+                "node": host.node,
                 "first_rank": world.place(host.replica).first_rank,
                 "pids": launched[host.replica].pids,
                 "imported": launched[host.replica].imported,

@@ -349,7 +349,7 @@ class Attempts:
         alike = failed_alike(self.current.exits.values(), cause)
         if {self.current.exits[rank].replica for rank in alike} == self._hosts.members.attempt.keys():
             return None
-        return self._gatherer.blame(cause.replica, failure)
+        return self._gatherer.blame(cause.replica, "failed_alone", failure)
 
 
 def _joined(host: Registration) -> HostJoined:

@@ -156,7 +156,7 @@ class Controller:
         A preempted host leaves alone a job that can lose hosts, if more hosts than the minimum are present.
         """
         if isinstance(event, HostLost):
-            self._gatherer.blame(event.replica, event.result.reason)
+            self._gatherer.blame(event.replica, "lost", event.result.reason)
             return True
         leaves = event.replica != 0 and isinstance(event, HostPreempted) and self._sizes.can_lose
         if not leaves or self._members.able_count <= self._sizes.min_hosts:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from torchx_monarch.controller.host_events import HostExcluded, StopRequested
 from torchx_monarch.controller.members import Members
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.model.host_facts import NodeFault, Registration
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.world import consecutive
 
@@ -126,10 +126,13 @@ class HostGatherer:
             return []
         return [host for host in self._choose() if not self._members.in_attempt(host.replica)]
 
-    def blame(self, replica: int, reason: str) -> HostExcluded | None:
+    def blame(self, replica: int, fault: NodeFault, reason: str) -> HostExcluded | None:
         """Count a failure of a host of the attempt; return the event that replaces it, if it is excluded now."""
         members, member = self._members, self._members.attempt.get(replica)
-        if member is None or members.registered_count == 1:  # no other host can take its place
+        if member is None:
+            return None
+        self._reporter.record("node_fault", reason, node=member.host.node, fault=fault)
+        if members.registered_count == 1:  # no other host can take its place
             return None
         name = members.machine(member.host)
         if not (failures := self._failures.add(name)):

@@ -142,7 +142,7 @@ class Members:
         host = member.host
         self.counts[member.state] += step
         if member.is_registered:
-            self._machines[_machine(host)] += step
+            self._machines[host.node] += step
         if member.state is MemberState.ABLE and self.attempt.get(host.replica) is not member:
             self._idle[host.replica] = host
             if step < 0:
@@ -193,8 +193,8 @@ class Members:
 
     def machine(self, host: Registration) -> str:
         """Return the name under which failures of a host count: the machine's, unless other hosts share it."""
-        name, registered = _machine(host), self.registered(host.replica)
-        others = self._machines[name] - (registered is not None and _machine(registered) == name)
+        name, registered = host.node, self.registered(host.replica)
+        others = self._machines[name] - (registered is not None and registered.node == name)
         return f"{name} (replica {host.replica})" if others else name
 
     # -- all hosts -----------------------------------------------------------------------------------------------------
@@ -236,7 +236,3 @@ class Members:
     def unseen(self) -> int:
         """The number of replicas that have never come, and may still do so."""
         return self._replicas - len(self._members)
-
-
-def _machine(host: Registration) -> str:
-    return host.machine or host.hostname

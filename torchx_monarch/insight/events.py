@@ -27,7 +27,7 @@ have any type."""
 
 _INTEGERS = ("attempt", "code", "count", "details", "exit_code", "max_restarts", "rank", "replica", "run")
 _TIMES = ("failed_at", "waited")
-_TEXTS = ("ranks", "reason", "unshared")
+_TEXTS = ("fault", "node", "ranks", "reason", "unshared")
 _DETAILS = ("hosts", "exits")
 
 FILE = "events.jsonl"

@@ -10,17 +10,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.rank_sample import parse_ranks
 from torchx_monarch.model.codec import DecodeError, Seconds, decode
+from torchx_monarch.model.host_facts import NodeFault
 from torchx_monarch.model.job_result import StepsDone
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.system.untrusted_text import one_line
 
 T = TypeVar("T")
-
 PHASES = {
     "submit": "the job is submitted",
     "queued": "waits to start",
@@ -95,7 +95,7 @@ class Span:
         parent: the span that contains it; None for the job.
         number: the number of the run, of the attempt (from 1), of the rank, or of the replica of an import; 0 for
             other kinds.
-        replica: the replica whose host executes the rank; None for other kinds.
+        replica: the replica whose host, on the machine ``node``, executes the rank; None for other kinds.
         code: exit code of the rank or the run, -n for death by signal n; None if there is none.
         secondary: whether the rank was stopped, or failed because it lost another rank.
         grouped: when the rank formed its first process group; None for other kinds, or if it is not known.
@@ -113,6 +113,7 @@ class Span:
     role: str = ""
     number: int = 0
     replica: int | None = None
+    node: str = ""
     pid: int | None = None
     code: int | None = None
     secondary: bool = False
@@ -179,11 +180,16 @@ class RoleView:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """The timeline of a job, which is the first span."""
+    """The timeline of a job, which is the first span.
+
+    Attributes:
+        node_faults: what its machines have met, each with the name of the machine.
+    """
 
     spans: tuple[Span, ...]
     moments: tuple[Moment, ...] = ()
     roles: tuple[RoleView, ...] = ()
+    node_faults: tuple[tuple[str, NodeFault], ...] = ()
 
     @property
     def job(self) -> Span:
@@ -244,7 +250,9 @@ def build(happened: Iterable[Event], roles: Sequence[RoleSpec], *, start: float 
             if span.grouped is not None and not span.start <= span.grouped <= span.end:
                 span.grouped = None
     moments = tuple(_moment(event, event["message"]) for event in ordered if event["kind"] in _MOMENTS)
-    return Timeline(tuple(spans), moments, tuple(views))
+    faulty = (event for event in ordered if event["kind"] == "node_fault" and event.get("fault") in get_args(NodeFault))
+    faults = tuple((one_line(event.get("node", "")), event["fault"]) for event in faulty)
+    return Timeline(tuple(spans), moments, tuple(views), faults)
 
 
 def _moment(event: Event, text: str) -> Moment:
@@ -275,6 +283,7 @@ class _Host:
     """A host in an event ``ranks``: its ranks, and when it imported torch."""
 
     replica: int
+    node: str = ""
     first_rank: int = 0
     pids: tuple[int | None, ...] = ()
     imported: tuple[Seconds, ...] = ()
@@ -411,7 +420,7 @@ class _RoleReader:
                 span.replica, (span.start, span.end) = host.replica, _clamped(self._top, *host.imported)
             for rank, pid in enumerate(host.pids, host.first_rank):
                 span = self._add("rank", f"rank {rank}", event["time"], attempt, rank)
-                span.replica, span.pid, self._ranks[rank] = host.replica, pid, span
+                span.replica, span.node, span.pid, self._ranks[rank] = host.replica, one_line(host.node), pid, span
 
     def _end_ranks(self, event: Event) -> None:
         for rank_exit in _decoded(event.get("exits"), _Exit):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from torchx_monarch.model.world import World
 
@@ -13,6 +13,9 @@ HostFacts: TypeAlias = Mapping[str, str]
 """The versions of what a host imports, such as torch, by name, and the digest of the script (``PROGRAM``)."""
 
 PROGRAM = "the program"
+
+NodeFault: TypeAlias = Literal["lost", "failed_alone", "slow"]
+"""What a machine may meet in a job: its host was lost, ranks failed on it and not on all, or it slowed the others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,3 +43,8 @@ class Registration:
     def name(self) -> str:
         """Return the host's name for messages: ``host 1 (node7, pid 4711)``."""
         return f"host {self.replica} ({self.hostname}, pid {self.pid})"
+
+    @property
+    def node(self) -> str:
+        """Return the name of the machine."""
+        return self.machine or self.hostname

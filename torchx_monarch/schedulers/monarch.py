@@ -22,6 +22,7 @@ from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.backend import Backend
 from torchx_monarch.backends.core.errors import BackendError, SubmitError, UserError
 from torchx_monarch.backends.core.options import (
+    AvoidOpts,
     MonarchOpts,
     NetworkOpts,
     check_images,
@@ -47,6 +48,7 @@ from torchx_monarch.schedulers import NAMES, command, no_scheduler, owner
 from torchx_monarch.schedulers.description import describe, list_entry, shorten
 from torchx_monarch.schedulers.foreground import Foreground
 from torchx_monarch.schedulers.log_display import show_lines
+from torchx_monarch.schedulers.node_history import known_bad, record_jobs
 from torchx_monarch.schedulers.run_options import CheckedRunopts
 from torchx_monarch.system.error_files import write_for_caller
 from torchx_monarch.system.processes import raise_file_limit
@@ -146,6 +148,9 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def _submit_dryrun(self, app: AppDef, cfg: Cfg) -> AppDryRunInfo[Any, Cfg]:
         options = self._options(cfg)
+        if isinstance(options, AvoidOpts) and options.avoid_known_bad and (nodes := known_bad(self.backend, self.apps)):
+            _log.warning("avoid_known_bad leaves out %s: `torchx monarch nodes` says why", ", ".join(nodes))
+            options.leave_out(nodes)
         images = name_images(self.inner.workspace, app, options)
         rewritten = self._rewrite(app, options, cfg)
         _warn_of_unused_torchrun(app)
@@ -305,6 +310,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         self.apps.cancel(app_id, waits=True)
 
     def _delete_existing(self, app_id: str) -> None:
+        record_jobs(self.backend, self.apps, [app_id])
         self.apps.delete(app_id)
         stored_apps.credentials(self.backend).remove(app_id)
 

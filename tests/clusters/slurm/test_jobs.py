@@ -322,3 +322,5 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(
     apps.until(lambda: apps.slurm_state(handle.rpartition("/")[2]) == "COMPLETED", "Slurm's word", handle)
     assert status.num_restarts == 1
     assert apps.output(handle, 2).count("resumed") == 2 and "resumed" not in apps.output(handle, 1)
+    history = {node["node"]: node["faults"] for node in json.loads(apps.torchx("monarch", "nodes", "--json"))}
+    assert history[lost]["lost"] >= 1  # by the name that `avoid_known_bad` gives to Slurm

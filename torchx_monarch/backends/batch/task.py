@@ -137,7 +137,7 @@ def main(folder: str, role: str, number: str) -> int:
     hosts = _await_replica0_hosts(job, stored)
     if int(role) == replica == 0 and job.load_stop() is None:
         events.append(job.events, "job_started", f"the app runs; its first replica is on {node}")
-    only.env = {**hosts, "MONARCH_EVENTS": job.events.replace("$", "$$"), **only.env}
+    only.env = {**hosts, "MONARCH_NODE": node, "MONARCH_EVENTS": job.events.replace("$", "$$"), **only.env}
     processes.become_subreaper()
     processes.raise_file_limit()
     for signum in (signal.SIGUSR1, signal.SIGUSR2):  # for the ranks, if a batch system signals all processes of a job

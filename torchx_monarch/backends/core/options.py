@@ -130,6 +130,19 @@ class QueueOpts(StructuredOpts):  # type: ignore[misc]
     """The same without GPUs: how many of the machine's slots the job waits for."""
 
 
+@dataclass
+class AvoidOpts(StructuredOpts):  # type: ignore[misc]
+    """Run options of schedulers that can keep a job off some machines."""
+
+    avoid_known_bad: bool = False
+    """Use no machine on which two of your last five jobs have lost a host, failed alone or been slow
+    (`torchx monarch nodes`)."""
+
+    def leave_out(self, nodes: Sequence[str]) -> None:
+        """Change the options so that the job uses none of these machines."""
+        raise NotImplementedError
+
+
 def check_queue(options: QueueOpts) -> None:
     """Check the options of the queue; raise UserError if they are wrong."""
     for name in ("gpus", "slots"):

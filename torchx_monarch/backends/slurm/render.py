@@ -15,7 +15,7 @@ from torchx.specs import AppDef, BindMount, DeviceMount, Role
 
 from torchx_monarch.backends.batch.options import AccountOpts
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.backends.core.options import is_default_image
+from torchx_monarch.backends.core.options import AvoidOpts, is_default_image
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.request import RoleRequest
 from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole, option_words
@@ -28,7 +28,7 @@ _SBATCH = "partition account qos time constraint reservation comment mail-user m
 
 
 @dataclass
-class SlurmOpts(AccountOpts):
+class SlurmOpts(AvoidOpts, AccountOpts):
     """Run options of monarch_slurm."""
 
     partition: str | None = None
@@ -79,6 +79,9 @@ class SlurmOpts(AccountOpts):
     signal: str | None = None
     """`B:TERM@SECONDS`: stop the job, as its time limit or a preemption nears, so many seconds before; with requeue it
     then goes back into the queue."""
+
+    def leave_out(self, nodes: Sequence[str]) -> None:
+        self.exclude_nodes = "+".join([*filter(None, [self.exclude_nodes]), *nodes])
 
 
 def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) -> SlurmRequest:

@@ -12,7 +12,7 @@ from torchx.schedulers.ids import make_unique
 from torchx.specs import AppDef
 
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.backends.core.options import NetworkOpts, QueueOpts, safe_name
+from torchx_monarch.backends.core.options import AvoidOpts, NetworkOpts, QueueOpts, safe_name
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.request import RoleRequest, SupervisorRequest
 from torchx_monarch.backends.ssh import workspace
@@ -23,7 +23,7 @@ from torchx_monarch.model.role_spec import RoleSpec
 
 
 @dataclass
-class SshOpts(QueueOpts, NetworkOpts):
+class SshOpts(QueueOpts, AvoidOpts, NetworkOpts):
     """The run options of monarch_ssh."""
 
     hosts: list[str] = field(default_factory=list)
@@ -36,6 +36,9 @@ class SshOpts(QueueOpts, NetworkOpts):
     setup: str = ""
     """Shell commands that each machine runs before Python, such as `source env.sh`; what they export is the environment
     of the replicas."""
+
+    def leave_out(self, nodes: Sequence[str]) -> None:
+        self.hosts = [name for name in parse_hosts(self.hosts) if ssh_arguments(name)[-1] not in nodes]
 
 
 @dataclass
@@ -70,7 +73,8 @@ class SshRequest:
             submitted: when the app was submitted, in seconds since the epoch: its place in the queues of all machines.
         """
         spec = self.roles[role].spec
-        env = {RANK0_HOST: first[0], **self.roles[role].env}
+        machine = ssh_arguments(self.layout.machines[role][k])[-1]
+        env = {RANK0_HOST: first[0], "MONARCH_NODE": machine, **self.roles[role].env}
         env |= {replica0_variable(index): host for index, host in enumerate(first)}
         if spec.runs_hosts and credentials:
             env[CREDENTIALS] = credentials
