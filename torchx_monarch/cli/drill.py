@@ -126,7 +126,7 @@ class _Drill:
 
     def __init__(self, runner: Runner, args: argparse.Namespace, base: Path) -> None:
         self._runner, self._args, self._base, self._count = runner, args, base, 0
-        self._apps = scheduler_of(runner, LOCAL).apps
+        self._apps = scheduler_of(LOCAL, runner).apps
         self._cfg: dict[str, CfgVal] = runner.scheduler_run_opts(LOCAL).cfg_from_str(args.scheduler_args)
         config.apply(LOCAL, self._cfg)
         words = args.command[args.command[:1] == ["--"] :]

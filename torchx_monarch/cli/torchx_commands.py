@@ -58,7 +58,7 @@ def _read_ours(handle: str, runner: Runner) -> tuple[AppSnapshot, State] | None:
 
     try:
         name, _, app_id = parse_app_handle(handle)
-        scheduler = scheduler_of(runner, name)
+        scheduler = scheduler_of(name, runner)
     except Exception:  # TorchX's command raises it again, unless the scheduler is of another package
         return None
     found = scheduler.apps.read(app_id, brief=True)

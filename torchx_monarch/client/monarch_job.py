@@ -93,7 +93,7 @@ class MonarchJob(AttachedJob):
         if self._is_this_job():
             return
         runner = self._runner
-        scheduler_of(runner, self._scheduler)
+        scheduler_of(self._scheduler, runner)
         words = shlex.split(client_script or "")
         if client_script is not None:
             if not words:

@@ -137,7 +137,7 @@ def submit(
         from torchx.runner import get_runner
 
         runner = get_runner()
-    scheduler_of(runner, scheduler)
+    scheduler_of(scheduler, runner)
     if not isinstance(scheduler_cfg or {}, Mapping):
         raise TypeError(f"scheduler_cfg={scheduler_cfg!r}: give a dict of run options, such as {{'grace': 10}}")
     held = hold_for_runs(app, idle_timeout)

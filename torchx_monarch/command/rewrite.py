@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
 from torchx_monarch.command.command import HOST_MODULE, CommandError
-from torchx_monarch.command.launchers import launchers
-from torchx_monarch.command.rank_command import RankCommand, find_rank_command
+from torchx_monarch.command.rank_command import RankCommand, find_rank_command, launchers
 from torchx_monarch.command.shell import escape
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.role_spec import (

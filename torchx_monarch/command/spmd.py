@@ -26,7 +26,7 @@ from torchx.specs.finder import ComponentValidationException
 from torchx_monarch.command.allocations import check_mesh_name
 from torchx_monarch.command.command import PROCESS_COUNTS, CommandError, Program, is_process_count, parse
 from torchx_monarch.command.component_arguments import options_among, unprotected
-from torchx_monarch.command.launchers import launcher
+from torchx_monarch.command.rank_command import launcher
 from torchx_monarch.command.torchrun_options import node_range
 from torchx_monarch.model.role_spec import LIGHTHOUSE_PORT, LOOPBACK, METADATA_KEY, SIDECAR, SPARES
 

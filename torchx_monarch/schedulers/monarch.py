@@ -359,47 +359,37 @@ def create(name: str, session_name: str, backend: Backend[Any, Any, Any], python
     return kind(name, session_name, backend, python)
 
 
-def registered_scheduler(name: str) -> MonarchScheduler:
-    """Create the scheduler of this package that is registered under a name.
+def scheduler_of(name: str, runner: Runner | None = None) -> MonarchScheduler:
+    """Return the scheduler of this package that a runner uses; without a runner, a new one.
 
     Raises:
         UserError: there is none.
         BackendError: the client library that its backend needs is not installed.
     """
     factories = get_scheduler_factories()
-    if name not in factories:
+    if runner is None and name not in factories:
         raise UserError(no_scheduler(name))
-    return _own(factories[name]("torchx"), name)
-
-
-def scheduler_of(runner: Runner, name: str) -> MonarchScheduler:
-    """Return the scheduler of this package that a runner uses; raise as ``registered_scheduler`` does."""
     try:
-        return _own(torchx_api.scheduler_of(runner, name), name)
+        scheduler = factories[name]("torchx") if runner is None else torchx_api.scheduler_of(runner, name)
     except UnknownSchedulerException:
         raise UserError(no_scheduler(name)) from None
-
-
-@contextlib.contextmanager
-def opened(name: str, runner: Runner | None = None) -> Iterator[MonarchScheduler]:
-    """Yield the scheduler of a runner or, without one, a new one that is closed afterwards."""
-    if runner is not None:
-        yield scheduler_of(runner, name)
-        return
-    scheduler = registered_scheduler(name)
-    try:
-        yield scheduler
-    finally:
-        scheduler.inner.close()
-
-
-def _own(scheduler: Scheduler[Any], name: str) -> MonarchScheduler:
     if not isinstance(scheduler, MonarchScheduler):
         raise UserError(
             f"{name} is a scheduler of another package, whose jobs have no hosts of torchx-monarch; the schedulers of "
             f"torchx-monarch are {', '.join(NAMES)}"
         )
     return scheduler
+
+
+@contextlib.contextmanager
+def opened(name: str, runner: Runner | None = None) -> Iterator[MonarchScheduler]:
+    """Yield what ``scheduler_of`` returns; close a new one afterwards."""
+    scheduler = scheduler_of(name, runner)
+    try:
+        yield scheduler
+    finally:
+        if runner is None:
+            scheduler.inner.close()
 
 
 def makes_images(workspace: WorkspaceMixin[Any]) -> bool:

@@ -113,9 +113,9 @@ def main(scheduler: str) -> None:
     if os.fork():
         os._exit(0)
     from torchx_monarch.schedulers import NAMES, create
-    from torchx_monarch.schedulers.monarch import registered_scheduler
+    from torchx_monarch.schedulers.monarch import scheduler_of
 
-    apps = (create(scheduler, "torchx") if scheduler in NAMES else registered_scheduler(scheduler)).apps
+    apps = (create(scheduler, "torchx") if scheduler in NAMES else scheduler_of(scheduler)).apps
     if app_id := sys.stdin.readline().strip():
         own(apps, app_id)
 
