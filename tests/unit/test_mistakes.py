@@ -66,7 +66,7 @@ def torchx(
             "--nproc is no option of `torchx run`. Options of a component come after",
         ),
         ("run --dry-run monarch.spmd train.py", "--dry-run is no option of `torchx run`. Did you mean --dryrun?"),
-        (f"{RUN} --script src/train.py", "there is no file {folder}/src/train.py: {folder}/src: No such file"),
+        (f"{RUN} --script src/train.py", "there is no file train.py in {folder}/src."),
         (RUN, "No program to run: give a script"),
         ("run -s monarch_local monarch.ft train.py", "pip install torchft-nightly, or use --lighthouse http://HOST:"),
         ("run -s monarch_local monarch.controller trian.py", "Did you mean train.py?"),

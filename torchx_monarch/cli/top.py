@@ -46,25 +46,15 @@ def to_json(facts: JobFacts) -> dict[str, object]:
 def run(args: argparse.Namespace) -> None:
     screen = Screen()
     with opened_job(args.handle, args.role, args.address) as job:
-        if args.once:
-            _print(job.read(min(SAMPLE_PAUSE_S, args.interval)), args)
-            return
-        for facts in job.watch(args.interval, 0.0):
-            if args.json or not is_terminal(sys.stdout):
-                _print(facts, args)
+        once = [job.read(min(SAMPLE_PAUSE_S, args.interval))] if args.once else None
+        for facts in once or job.watch(args.interval, 0.0):
+            width = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else _NO_TERMINAL_WIDTH
+            if args.json:
+                print_record(to_json(facts))
+            elif once or not is_terminal(sys.stdout):
+                print("\n".join(lines(facts, width, args.by_host)), end="\n\n", flush=True)
             else:
-                screen.show(lines(facts, _width(), args.by_host), whole=facts.status.has_ended)
-
-
-def _print(facts: JobFacts, args: argparse.Namespace) -> None:
-    if args.json:
-        print_record(to_json(facts))
-    else:
-        print("\n".join(lines(facts, _width(), args.by_host)), end="\n\n", flush=True)
-
-
-def _width() -> int:
-    return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else _NO_TERMINAL_WIDTH
+                screen.show(lines(facts, width, args.by_host), whole=facts.status.has_ended)
 
 
 # -- as lines ----------------------------------------------------------------------------------------------------------

@@ -126,10 +126,7 @@ def _missing(path: str, kind: str) -> NoReturn:
     from torchx_monarch.model.spelling import did_you_mean
 
     folder, name = os.path.split(os.path.abspath(path))
-    try:
-        beside = os.listdir(folder)
-    except OSError as error:
-        _exit(f"there is no file {path}: {folder}: {error.strerror}")
+    beside = os.listdir(folder) if os.path.isdir(folder) else ()
     _exit(f"there is no {kind} {name} in {folder}.{did_you_mean(name, beside)}")
 
 

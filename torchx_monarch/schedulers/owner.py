@@ -112,10 +112,9 @@ def main(scheduler: str) -> None:
     """Own the app whose id the first line of stdin has. The process that was started ends at once."""
     if os.fork():
         os._exit(0)
-    from torchx_monarch.schedulers import NAMES, create
     from torchx_monarch.schedulers.monarch import scheduler_of
 
-    apps = (create(scheduler, "torchx") if scheduler in NAMES else scheduler_of(scheduler)).apps
+    apps = scheduler_of(scheduler).apps
     if app_id := sys.stdin.readline().strip():
         own(apps, app_id)
 
