@@ -97,6 +97,7 @@ def main() -> None:
         right = [sum(count for _, count in answer.get(timeout=300)) / TEST_IMAGES for answer in answers]
         print(f"loss      {curve(losses)}  {losses[0]:.3f} to {losses[-1]:.3f}")
         print(f"accuracy  {curve(right)}  {right[0]:.1%} to {right[-1]:.1%} of {TEST_IMAGES} test images", flush=True)
+    del model  # after the group's end its reducer may wait for ever for a thread of Gloo, which waits for the GIL
     dist.destroy_process_group()
 
 
