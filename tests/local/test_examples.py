@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trainings in examples/ that save checkpoints resume after the last that is complete."""
+"""Trainings in examples/ that save checkpoints resume after the last that is complete, and those with actors learn."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -88,3 +89,27 @@ def test_a_training_survives_a_kill_during_a_save(
     assert re.findall("world size 2, after step (.*)", log) == ["0", "1"], log
     # The first checkpoint in memory may be on disk, too, unless the kill came before that was done.
     assert sorted({path.name for path in folder.iterdir()} - {"step_1"}) == saved
+
+
+@pytest.mark.nightly("20 s of processor time; other actors are beside ranks every time")
+def test_a_policy_learns_by_grpo_from_what_actors_write(runner: Runner) -> None:
+    words = ["-j", "2x2", "--env", "OMP_NUM_THREADS=1", str(EXAMPLES / "grpo_with_actors" / "train.py")]
+    handle = runner.run_component("monarch.spmd", words, "monarch_local")
+    status = runner.wait(handle, wait_interval=0.1)
+    log = "\n".join(runner.log_lines(handle, "train"))
+    assert status is not None and status.state is AppState.SUCCEEDED, log
+    assert "4 ranks train, 2 generators write beside them" in log
+    found = re.search(r"reward (\S+) to (\S+) of 1.00 in 100 steps", log)
+    assert found is not None and float(found[1]) < 0.3 and float(found[2]) > 0.9, log
+
+
+@pytest.mark.nightly("needs a checkout of Monarch, in the folder that MONARCH_SOURCES names")
+def test_monarchs_own_grpo_runs_unchanged(runner: Runner) -> None:
+    script = Path(os.environ.get("MONARCH_SOURCES", "/"), "docs", "source", "examples", "grpo_yield.py")
+    if not script.exists():
+        pytest.skip("MONARCH_SOURCES names no checkout of Monarch")
+    handle = runner.run_component("monarch.controller", ["--meshes", "hosts=2", str(script)], "monarch_local")
+    status = runner.wait(handle, wait_interval=0.1)
+    log = "\n".join(runner.log_lines(handle, "hosts"))
+    assert status is not None and status.state is AppState.SUCCEEDED, log
+    assert "[controller] training complete at step 20" in log
