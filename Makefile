@@ -139,7 +139,7 @@ test: lint system
 test-nightly: lint system
 	python -m pytest -n 5 --torchrun live --image --nightly --hypothesis-profile nightly $(PYTESTFLAGS)
 	python -m pytest -n 5 --ranks fresh tests/conformance $(PYTESTFLAGS)
-	python -m pip install -q -c constraints.txt torchft-nightly transformers lightning accelerate
+	python -m pip install -q -c constraints.txt torchft-nightly transformers lightning accelerate deepspeed
 	python -m pytest --nightly tests/local/test_pipeline.py tests/local/test_examples.py $(PYTESTFLAGS)
 	python -m tests.survey
 	$(MAKE) soak

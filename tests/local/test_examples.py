@@ -23,7 +23,7 @@ def finish_or_die(*args, **kwargs):
     saves.append(1)
     if len(saves) == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
-    finish(*args, **kwargs)
+    return finish(*args, **kwargs)
 {owner}.{finish} = finish_or_die
 runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
@@ -61,6 +61,15 @@ NIGHTLY = pytest.mark.nightly("as long as the first, with a package that the tes
             "Path",
             "replace",
             ["step=1.ckpt", "step=3.ckpt", "step=4.ckpt"],
+            marks=NIGHTLY,
+        ),
+        pytest.param(
+            "deepspeed_config/train.py",
+            "deepspeed",
+            "pathlib",
+            "Path",
+            "replace",
+            ["latest", "step1", "step2", "step3", "step4", "zero_to_fp32.py", "zero_to_torch.py"],
             marks=NIGHTLY,
         ),
     ],
