@@ -11,7 +11,7 @@
 #   make bench   launch times beside torchrun, TorchX and Monarch (make bench-slurm: beside a bare sbatch)
 #   make docs    the site of the documentation, in site/; make docs-pages and docs-pictures write what it is made from
 #   make dist    the wheel and the source archive of a release: the same commit makes the same bytes
-#   make release-check TAG=vX.Y.Z  the same, installed in a clean environment, with release-notes.md from CHANGELOG.md
+#   make release-check TAG=vX.Y.Z  the same, installed and run in clean environments, with release-notes.md from CHANGELOG.md
 #   make hashes  write packaging/requirements.txt: constraints.txt with the hashes of PyPI's files, for --require-hashes
 #   make clean   remove what the above made
 #
@@ -187,16 +187,24 @@ dist: $(STAMP)
 	rm -rf dist
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) python -m build --no-isolation
 
-# Its own environment, with what pip chooses, as a user has it: a job runs, and pip finds no conflict.
+# The demo's command from the wheel and from the source archive, each in an environment of its own as a user has it, with
+# each of these Pythons: make release-check TAG=vX.Y.Z RELEASE_PYTHONS="python3.10 python3.11 python3.12 python3.13"
+RELEASE_PYTHONS ?= $(PYTHON)
+LOAD_ENTRY_POINTS := from importlib import metadata; \
+	[point.load() for point in metadata.distribution('torchx-monarch').entry_points]
 release-check: $(STAMP)
 	python -m tools.release $(TAG)
 	$(MAKE) dist
 	python -m pip install -q -c constraints.txt twine
 	python -m twine check --strict dist/*
-	"$(PYTHON)" -m venv --clear .venv-release
-	.venv-release/bin/python -m pip install -q -c constraints.txt dist/*.whl
-	.venv-release/bin/python -m pip check
-	cd .venv-release && PATH="$(CURDIR)/.venv-release/bin:$$PATH" torchx run -s monarch_local --wait monarch.spmd --nproc 2 -m platform
+	set -e; for python in $(RELEASE_PYTHONS); do for archive in $(CURDIR)/dist/*.whl $(CURDIR)/dist/*.tar.gz; do \
+		echo "== $$("$$python" --version), $$(basename "$$archive")"; \
+		"$$python" -m venv --clear .venv-release; \
+		.venv-release/bin/python -m pip install -q -c constraints.txt "$$archive[examples]"; \
+		.venv-release/bin/python -m pip check; \
+		(cd .venv-release && PATH="$$PWD/bin:$$PATH" && python -c "$(LOAD_ENTRY_POINTS)" && torchx run -s monarch_local \
+			--wait --log monarch.spmd --nproc 4 --name digits "$(CURDIR)/examples/digits.py" --fresh); \
+	done; done
 
 # For all Pythons and both kinds of processors, torch for CUDA, as PyPI has it, and the extras of the submitting side.
 hashes: $(RUN)
