@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torchx_monarch.training.steps import steps as steps
     from torchx_monarch.training.steps import time_left as time_left
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "backends.core.errors": "BackendError UserError",

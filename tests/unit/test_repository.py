@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+import torchx_monarch
 from tests.contract.contract import QueueContract
 from tests.contract.table import BACKENDS, PAGE, SCENARIOS, column, marks, written
 
@@ -125,7 +126,6 @@ def test_the_recipe_of_conda_forge_has_the_same_requirements() -> None:
     found = [Requirement(line) for line in recipe["requirements"]["run"] if not line.startswith("python ")]
     ranges = {requirement.name.replace("pytorch", "torch"): str(requirement.specifier) for requirement in found}
     assert ranges == requirements()
-    assert recipe["context"]["version"] == importlib.metadata.version("torchx-monarch")
 
 
 def test_one_version_everywhere() -> None:
@@ -136,6 +136,8 @@ def test_one_version_everywhere() -> None:
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[:2] == ["Unreleased", metadata["version"]]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    recipe = yaml.safe_load((ROOT / "packaging" / "conda-forge" / "recipe.yaml").read_text())
+    assert recipe["context"]["version"] == metadata["version"] == torchx_monarch.__version__
     assert (citation["version"], citation["license"]) == (metadata["version"], metadata["license"])
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
     assert citation["repository-code"] == urls["Source"] == metadata["url"]
