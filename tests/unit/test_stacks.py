@@ -31,7 +31,7 @@ from torchx_monarch.insight.stacks import (
     shared_stacks,
 )
 from torchx_monarch.model.codec import DecodeError, decode
-from torchx_monarch.system.process_status import kernel_wait
+from torchx_monarch.system.process_status import kernel_wait, system_call
 
 DUMP = """Thread 0x00007f24b1ffb640 (most recent call first):
   <no Python frame>
@@ -165,10 +165,16 @@ def test_the_file_for_which_a_process_waits_inside_the_kernel_is_named(tmp_path:
         with subprocess.Popen(["cat"], stdin=reader, stdout=subprocess.DEVNULL) as waiting:
             try:
                 until(lambda: kernel_wait(waiting.pid).startswith(f"read of {fifo}"), "the wait of cat")
+                assert system_call(waiting.pid) == ("read", str(fifo))
             finally:
                 waiting.kill()
     finally:
         os.close(reader)
+    with subprocess.Popen(["cat", "fifo"], cwd=tmp_path, stdout=subprocess.DEVNULL) as opening:
+        try:
+            until(lambda: system_call(opening.pid) == ("openat", str(fifo)), "cat to open it")
+        finally:
+            opening.kill()
 
 
 def _profile(rank: int = 0, text: str = _RAW) -> RankProfile:

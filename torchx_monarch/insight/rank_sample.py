@@ -52,7 +52,8 @@ def parse_ranks(text: str) -> tuple[range, ...]:
 
 
 @functools.lru_cache(maxsize=16)  # all ranks of a group tell the same text
-def _members(text: str) -> tuple[int, ...]:
+def group_members(text: str) -> tuple[int, ...]:
+    """Return the global ranks of a process group, ascending, of which ``parse_ranks`` reads the text."""
     return tuple(sorted(set(itertools.chain.from_iterable(parse_ranks(text)))))
 
 
@@ -85,6 +86,7 @@ class GroupStatus:
         waiting: the oldest collective that has not completed; None if all have.
         recent: the last collectives, oldest first, so that different orders and shapes can be told.
         last_call: when the rank has last called anything in a group of this backend, as far as torch records it.
+        calls: when it has called its last collectives, up to number ``enqueued``, oldest first.
     """
 
     name: str
@@ -94,11 +96,12 @@ class GroupStatus:
     waiting: Collective | None = None
     recent: tuple[Collective, ...] = ()
     last_call: float = 0.0
+    calls: tuple[float, ...] = ()
 
     @property
     def members(self) -> tuple[int, ...]:
         """Return the global ranks of the group, ascending."""
-        return _members(self.ranks)
+        return group_members(self.ranks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -435,7 +438,7 @@ def lateness(groups: Iterable[Sequence[GroupCalls]]) -> dict[int, float]:
     found: dict[int, float] = {}
     for group in groups:
         common = set[int].intersection(*map(set, {calls.numbers for calls in group}))
-        size = len(_members(group[0].members))
+        size = len(group_members(group[0].members))
         if size < 2 or not common or sum(len(calls.ranks) for calls in group) != size:
             continue
         first: dict[int, float] = {}

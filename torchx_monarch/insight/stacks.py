@@ -52,6 +52,21 @@ class ThreadStack:
 
 
 @dataclasses.dataclass(frozen=True)
+class KernelWait:
+    """What the main thread of a process does in the kernel.
+
+    Attributes:
+        state: ``R`` running, ``S`` sleeping, ``D`` uninterruptible, ``T`` stopped; empty if it is gone.
+        call: the name of the system call in which it waits; empty for none, or one of no interest.
+        path: the file or the socket of that call; empty if it has none.
+    """
+
+    state: str = ""
+    call: str = ""
+    path: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class ProcessStacks:
     """The stacks of a rank's process, or of a process that the rank has started.
 
@@ -59,6 +74,7 @@ class ProcessStacks:
         child: name of the process if the rank has started it; empty for the rank's own process.
         threads: the stacks of its threads, that of the main thread first.
         problem: why there are no stacks; empty if there are.
+        wait: what the main thread did in the kernel just before.
     """
 
     rank: int
@@ -67,6 +83,7 @@ class ProcessStacks:
     child: str = ""
     threads: tuple[ThreadStack, ...] = ()
     problem: str = ""
+    wait: KernelWait = KernelWait()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,21 +94,22 @@ class SharedStacks:
     child: str
     threads: Shared[tuple[ThreadStack, ...]]
     problem: str
+    wait: KernelWait = KernelWait()
 
     def each_process(self) -> list[ProcessStacks]:
         """Return the stacks of each process."""
         return [
-            ProcessStacks(rank, replica, pid, self.child, self.threads, self.problem)
+            ProcessStacks(rank, replica, pid, self.child, self.threads, self.problem, self.wait)
             for rank, replica, pid in self.processes
         ]
 
 
 def shared_stacks(stacks: Iterable[ProcessStacks | SharedStacks]) -> list[SharedStacks]:
     """Put together the processes whose stacks are equal."""
-    found: dict[tuple[str, tuple[ThreadStack, ...], str], list[tuple[int, ...]]] = {}
+    found: dict[tuple[str, tuple[ThreadStack, ...], str, KernelWait], list[tuple[int, ...]]] = {}
     for entry in stacks:
         own = entry.processes if isinstance(entry, SharedStacks) else [(entry.rank, entry.replica, entry.pid)]
-        found.setdefault((entry.child, entry.threads, entry.problem), []).extend(own)
+        found.setdefault((entry.child, entry.threads, entry.problem, entry.wait), []).extend(own)
     return [SharedStacks(tuple(processes), *stack) for stack, processes in found.items()]
 
 

@@ -10,10 +10,38 @@ from typing import NamedTuple
 from torchx_monarch.system.untrusted_text import one_line
 
 _DESCRIPTOR_CALLS = {
-    "x86_64": {0: "read", 1: "write", 3: "close", 16: "ioctl", 17: "pread", 18: "pwrite", 74: "fsync", 75: "fdatasync"},
-    "aarch64": {29: "ioctl", 57: "close", 63: "read", 64: "write", 67: "pread", 68: "pwrite", 82: "fsync"},
+    "read": (0, 63),
+    "write": (1, 64),
+    "close": (3, 57),
+    "ioctl": (16, 29),
+    "pread": (17, 67),
+    "pwrite": (18, 68),
+    "readv": (19, 65),
+    "connect": (42, 203),
+    "accept": (43, 202),
+    "sendto": (44, 206),
+    "recvfrom": (45, 207),
+    "sendmsg": (46, 211),
+    "recvmsg": (47, 212),
+    "fcntl": (72, 25),
+    "flock": (73, 32),
+    "fsync": (74, 82),
+    "fdatasync": (75, 83),
 }
-"""The system calls by number whose first argument is the descriptor of the file that they may wait for."""
+"""The system calls whose first argument is the descriptor of the file that they may wait for, with their numbers on
+x86_64 and aarch64."""
+
+_PATH_CALLS = {"openat": (257, 56), "stat": (262, 79), "statx": (332, 291)}
+"""Those whose second argument is the address of a path."""
+
+_OTHER_CALLS = {"futex": (202, 98)}
+
+_NAMES = {
+    machine: {numbers[place]: name for name, numbers in {**_DESCRIPTOR_CALLS, **_PATH_CALLS, **_OTHER_CALLS}.items()}
+    for place, machine in enumerate(("x86_64", "aarch64"))
+}
+
+_MAX_PATH = 300
 
 
 class KernelStatus(NamedTuple):
@@ -61,15 +89,35 @@ def kernel_wait(pid: int) -> str:
 
     Only a call with a descriptor tells its file. Empty if the kernel does not tell anything.
     """
-    said = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        with open(f"/proc/{pid}/syscall") as file:
-            number, argument = file.read().split()[:2]
-        if name := _DESCRIPTOR_CALLS.get(os.uname().machine, {}).get(int(number)):
-            said.append(f"{name} of {one_line(os.readlink(f'/proc/{pid}/fd/{int(argument, 16)}'))}")
+    name, path = system_call(pid)
+    said = [f"{name} of {path}"] if path else []
     with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan") as file:
         said += [f"in {function}"] if (function := file.read().strip()) not in ("", "0") else []
     return ", ".join(said)
+
+
+def system_call(pid: int) -> tuple[str, str]:
+    """Return the name of the system call in which the main thread waits, and its file; empty if that is not known."""
+    name = ""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open(f"/proc/{pid}/syscall") as file:
+            number, first, second = file.read().split()[:3]
+        name = _NAMES.get(os.uname().machine, {}).get(int(number), "")
+        if name in _DESCRIPTOR_CALLS:
+            return name, one_line(os.readlink(f"/proc/{pid}/fd/{int(first, 16)}"), _MAX_PATH)
+        if name in _PATH_CALLS:
+            with open(f"/proc/{pid}/mem", "rb", 0) as memory:
+                memory.seek(int(second, 16))
+                path = memory.read(_MAX_PATH).partition(b"\0")[0].decode(errors="replace")
+            return name, one_line(os.path.join(os.readlink(f"/proc/{pid}/cwd"), path), _MAX_PATH)
+    return name, ""
+
+
+def seconds_runnable(pid: int) -> float:
+    """Return for how many seconds the main thread of a process could have run, and had no processor; 0 if unknown."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/schedstat") as file:
+        return int(file.read().split()[1]) / 1e9
+    return 0.0
 
 
 def threads(pid: int) -> list[int]:

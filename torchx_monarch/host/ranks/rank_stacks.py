@@ -26,7 +26,7 @@ from typing import IO
 from torchx_monarch.host.ranks.rank_main import OWN_FILES, STACKS_SIGNAL
 from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.insight.profile import RankProfile, parse_collapsed
-from torchx_monarch.insight.stacks import ProcessStacks, ThreadStack, parse_faulthandler, render
+from torchx_monarch.insight.stacks import KernelWait, ProcessStacks, ThreadStack, parse_faulthandler, render
 from torchx_monarch.system import children, process_status, processes, safe_files
 from torchx_monarch.system.console import WriterThread
 from torchx_monarch.system.untrusted_text import one_line
@@ -128,16 +128,23 @@ class _Taker:
         except asyncio.TimeoutError:
             return [self._result(self._pid, "", problem="another request for its stacks has not ended")]
         try:
-            found = [await self._stacks_of(self._pid, "")]
+            found = [await self._described(self._pid, "")]
             for pid in processes.descendants(self._pid, marker)[:_MAX_CHILDREN]:
                 if (status := process_status.status(pid)) is not None:
-                    found.append(await self._stacks_of(pid, one_line(status.name) or "?"))
+                    found.append(await self._described(pid, one_line(status.name) or "?"))
         finally:
             self._lock.release()
         return [stacks for stacks in found if stacks is not None]
 
     def _result(self, pid: int, child: str, threads: tuple[ThreadStack, ...] = (), problem: str = "") -> ProcessStacks:
         return ProcessStacks(self._rank, self._replica, pid, child, threads, problem)
+
+    async def _described(self, pid: int, child: str) -> ProcessStacks | None:
+        """Take the stacks of one process, and before that what its main thread does in the kernel."""
+        status = process_status.status(pid)
+        call = process_status.system_call(pid) if status is not None and status.state != "R" else ("", "")
+        found = await self._stacks_of(pid, child)
+        return found and status and replace(found, wait=KernelWait(one_line(status.state), *call))
 
     async def _stacks_of(self, pid: int, child: str) -> ProcessStacks | None:
         """Take the stacks of one process; None if it is gone."""

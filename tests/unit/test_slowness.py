@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Who slows a job, from the times at which its ranks call collectives, their steps, and where they are."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+
+from torchx_monarch.host.ranks.rank_recorder import format_ranks
+from torchx_monarch.insight.pace import (
+    HostPace,
+    Pace,
+    RankPace,
+    Suspect,
+    find_suspect,
+    group_paces,
+    pace_of,
+    ranks_of,
+    share_now,
+    with_clock,
+)
+from torchx_monarch.insight.rank_sample import GroupStatus
+from torchx_monarch.insight.slowness import Kind, Slowness, StackRound, explain
+from torchx_monarch.insight.stacks import Frame, KernelWait, ProcessStacks, ThreadStack
+from torchx_monarch.model.codec import decode
+
+WORLD = 8
+PER_HOST = 2
+EVERY = 6.0
+
+Work = Callable[[int, int, float], float]
+"""The seconds that a rank (first) works in a step (second) that begins at a time."""
+
+
+class Program:
+    """Ranks that work, and meet in collectives; ``groups`` are met one after the other in each step.
+
+    Args:
+        buckets: how many collectives of the last group are under way together.
+    """
+
+    def __init__(
+        self, work: Work, groups: Sequence[Sequence[Sequence[int]]] = ((range(WORLD),),), buckets: int = 1
+    ) -> None:
+        self.work, self.groups, self.buckets = work, groups, buckets
+        self.now = dict.fromkeys(range(WORLD), 1000.0)
+        self.step = 0
+        self.calls: dict[tuple[int, ...], dict[int, list[float]]] = {}
+
+    def run_until(self, time: float) -> None:
+        while max(self.now.values()) < time:
+            for rank in self.now:
+                self.now[rank] += self.work(rank, self.step, self.now[rank])
+            for number, met in enumerate(self.groups):
+                for group in map(tuple, met):
+                    for _ in range(self.buckets if number == len(self.groups) - 1 else 1):
+                        calls = self.calls.setdefault(group, {rank: [] for rank in group})
+                        for rank in group:
+                            calls[rank].append(self.now[rank])
+                            self.now[rank] += 1e-4
+                    met_at = max(self.now[rank] for rank in group)
+                    self.now.update(dict.fromkeys(group, met_at))
+            self.step += 1
+
+    def answers(self, time: float, seconds: float, *, has_steps: bool = True) -> dict[int, HostPace]:
+        """The answers of the hosts, as replica 0 gets them."""
+        self.run_until(time)
+        hosts = {}
+        for replica in range(WORLD // PER_HOST):
+            ranks = range(replica * PER_HOST, (replica + 1) * PER_HOST)
+            groups = {
+                rank: [
+                    GroupStatus(str(at), format_ranks(group), len(calls[rank]), 0, calls=tuple(calls[rank][-256:]))
+                    for at, (group, calls) in enumerate(self.calls.items())
+                    if rank in group
+                ]
+                for rank in ranks
+            }
+            own = tuple(RankPace(rank, self.step if has_steps else None) for rank in ranks)
+            pace = HostPace(time, own, group_paces(groups, time - seconds, 256))
+            hosts[replica] = decode(HostPace, json.loads(json.dumps(pace, default=vars)))
+        return hosts
+
+    def paces(self, count: int, *, has_steps: bool = True) -> list[Pace]:
+        time = max(self.now.values())
+        before, found = self.answers(time, EVERY, has_steps=has_steps), []
+        for _ in range(count):
+            time += EVERY
+            after = self.answers(time, EVERY, has_steps=has_steps)
+            if (pace := pace_of(ranks_of(before.values()), after.values(), time, EVERY)) is not None:
+                found.append(pace)
+                before = after
+        return found
+
+
+REPLICA_OF = {rank: rank // PER_HOST for rank in range(WORLD)}
+
+
+def noisy(slow: Mapping[int, float] | None = None, since: float = 0.0) -> Work:
+    """Work of 0.1 s with noise, longer by a factor in some ranks."""
+    noise = random.Random(7)
+
+    def work(rank: int, step: int, now: float) -> float:
+        seconds = 0.1 * noise.uniform(0.9, 1.1) * (3 if noise.random() < 0.01 else 1)
+        return seconds * (slow or {}).get(rank, 1.0) if now >= 1000 + since else seconds
+
+    return work
+
+
+def found(program: Program, count: int = 5, *, has_steps: bool = True) -> Suspect | None:
+    return find_suspect(program.paces(count, has_steps=has_steps), REPLICA_OF)
+
+
+TENSOR_PARALLEL = [[0, 1], [2, 3], [4, 5], [6, 7]]
+DATA_PARALLEL = [[0, 2, 4, 6], [1, 3, 5, 7]]
+PROGRAMS = {
+    "one group": {},
+    "buckets": {"buckets": 5},
+    "two groups": {"groups": [TENSOR_PARALLEL, DATA_PARALLEL]},
+    "a group that is met twice": {"groups": [[range(WORLD)], TENSOR_PARALLEL, [range(WORLD)]]},
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize("has_steps", [True, False])
+def test_a_slow_rank_is_found_whatever_groups_ranks_meet_in(program: dict[str, object], has_steps: bool) -> None:
+    assert found(Program(noisy(), **program), has_steps=has_steps) is None  # type: ignore[arg-type]
+    suspect = found(Program(noisy({5: 1.5}), **program), has_steps=has_steps)  # type: ignore[arg-type]
+    assert suspect is not None and suspect.ranks == (5,) and suspect.replica is None
+    assert 0.25 < suspect.share < 0.40  # 0.05 of 0.15 s
+    assert (suspect.step is not None) == has_steps
+
+
+def test_slow_ranks_of_one_host_are_that_host_and_others_are_ranks() -> None:
+    host = found(Program(noisy({4: 1.6, 5: 1.6})))
+    assert host is not None and (host.ranks, host.replica) == ((4, 5), 2)
+    ranks = found(Program(noisy({1: 1.6, 4: 1.6})))
+    assert ranks is not None and (ranks.ranks, ranks.replica) == ((1, 4), None)
+
+
+def test_slowness_counts_from_its_beginning_and_is_gone_after_its_end() -> None:
+    program = Program(noisy({3: 2.0}, since=4 * EVERY))
+    paces = program.paces(4)
+    assert find_suspect(paces, REPLICA_OF) is None
+    paces += program.paces(2)
+    assert find_suspect(paces, REPLICA_OF) is None  # not long enough
+    paces += program.paces(1)
+    suspect = find_suspect(paces, REPLICA_OF)
+    assert suspect is not None and suspect.step is not None and abs(suspect.since - 1000 - 4 * EVERY) <= EVERY
+    assert share_now(suspect, paces) > 0.4
+    program.work = noisy()
+    assert not share_now(suspect, paces + program.paces(3))
+
+
+def test_one_long_wait_such_as_for_a_checkpoint_is_no_slowness() -> None:
+    def work(rank: int, step: int, now: float) -> float:
+        return 13.0 if rank == 0 and step == 100 else 0.1
+
+    program = Program(work)
+    paces = program.paces(2)
+    for _ in range(8):
+        paces += program.paces(1)
+        assert find_suspect(paces, REPLICA_OF) is None
+
+
+def test_all_ranks_are_slow_beside_their_own_past() -> None:
+    program = Program(noisy(dict.fromkeys(range(WORLD), 1.6), since=10 * EVERY))
+    paces = program.paces(10)
+    assert find_suspect(paces, REPLICA_OF) is None
+    paces += program.paces(4)
+    suspect = find_suspect(paces, REPLICA_OF)
+    assert suspect is not None and suspect.ranks == () and 0.3 < suspect.share < 0.45
+    assert share_now(suspect, paces)
+    program.work = noisy()
+    assert not share_now(suspect, paces + program.paces(3))
+
+
+def test_programs_without_collectives_are_compared_by_their_steps_and_without_steps_nothing_is_said() -> None:
+    def answers(steps: Sequence[int | None], time: float) -> dict[int, HostPace]:
+        return {0: HostPace(time, tuple(RankPace(rank, step) for rank, step in enumerate(steps)))}
+
+    counts = [[10 * at * (3 if rank == 2 else 5) for rank in range(4)] for at in range(6)]
+    looks = [answers(steps, EVERY * at) for at, steps in enumerate(counts, 1)]
+    paces = [
+        pace_of(ranks_of(before.values()), after.values(), 0, EVERY)
+        for before, after in zip(looks, looks[1:], strict=False)
+    ]
+    suspect = find_suspect([pace for pace in paces if pace is not None], dict.fromkeys(range(4), 0))
+    assert suspect is not None and suspect.ranks == (2,) and abs(suspect.share - 0.4) < 0.01
+    nothing = answers([None] * 4, 1.0)
+    assert pace_of(ranks_of(nothing.values()), nothing.values(), 0, EVERY) is None
+    before = ranks_of(looks[0].values())
+    assert pace_of(before, looks[0].values(), 0, EVERY) is None  # no steps: a pause
+    assert pace_of(before, [HostPace(7.0, (RankPace(0, 1),))], 0, EVERY) is None  # ranks have ended
+
+
+def test_a_clock_that_differs_makes_no_rank_slow() -> None:
+    program = Program(noisy())
+    time = 1000.0
+    before, paces = program.answers(time, EVERY), []
+    for _ in range(4):
+        time += EVERY
+        after = program.answers(time, EVERY)
+        ahead = {**after, 1: with_clock(after[1], -30.0)}
+        pace = pace_of(ranks_of(before.values()), {**ahead, 1: with_clock(ahead[1], 30.0)}.values(), time, EVERY)
+        assert pace is not None
+        paces.append(pace)
+        before = after
+    assert find_suspect(paces, REPLICA_OF) is None
+
+
+LIBRARY = "/env/lib/python3.11/site-packages"
+PROGRAM = Frame("/home/me/train.py", 30, "main")
+LOADER = Frame(f"{LIBRARY}/torch/utils/data/dataloader.py", 700, "__next__")
+ALL_REDUCE = Frame(f"{LIBRARY}/torch/distributed/distributed_c10d.py", 2000, "all_reduce")
+BACKWARD = Frame(f"{LIBRARY}/torch/autograd/graph.py", 800, "_engine_run_backward")
+DATA = Frame("/home/me/data.py", 41, "__getitem__")
+ACTIVITIES: dict[str, tuple[tuple[Frame, ...], KernelWait, Kind, str, str]] = {
+    "sleep in a dataset": ((DATA, LOADER, PROGRAM), KernelWait("S"), Kind.INPUT, "data.py:41", ""),
+    "own input": ((Frame("/p/train.py", 9, "next_batch"), PROGRAM), KernelWait("R"), Kind.INPUT, "train.py:9", ""),
+    "file": ((DATA, LOADER), KernelWait("D", "read", "/mnt/slow/x"), Kind.FILE, "data.py:41", "/mnt/slow/x"),
+    "opens a file": ((PROGRAM,), KernelWait("D", "openat", "/mnt/slow/x"), Kind.FILE, "train.py:30", "/mnt/slow/x"),
+    "lock of a file": ((PROGRAM,), KernelWait("S", "flock", "/tmp/l"), Kind.LOCK, "train.py:30", "/tmp/l"),
+    "lock": ((DATA, LOADER), KernelWait("S", "futex"), Kind.LOCK, "data.py:41", ""),
+    "server": ((DATA, LOADER), KernelWait("S", "recvfrom", "socket:[77]"), Kind.NETWORK, "data.py:41", ""),
+    "stopped": ((PROGRAM,), KernelWait("T"), Kind.PROCESSOR, "stopped by a signal", ""),
+    "computes": ((PROGRAM,), KernelWait("R"), Kind.PROGRAM, "train.py:30", ""),
+    "computes in torch": ((BACKWARD, PROGRAM), KernelWait("R"), Kind.PROGRAM, "train.py:30", ""),
+    "later than others": ((BACKWARD, PROGRAM), KernelWait("S", "futex"), Kind.NETWORK, "train.py:30", ""),
+    "in a collective": ((ALL_REDUCE, PROGRAM), KernelWait("S", "futex"), Kind.NETWORK, "train.py:30", ""),
+}
+HOSTS = {0: (0, "node6"), 1: (0, "node6"), 5: (1, "node7")}
+
+
+def stacks(rank: int, frames: Sequence[Frame], wait: KernelWait, child: str = "") -> ProcessStacks:
+    return ProcessStacks(rank, 0, 1, child, (ThreadStack("", tuple(frames)),), wait=wait)
+
+
+def pace(lost: Mapping[int, float], waits: Mapping[int, float] | None = None) -> Pace:
+    return Pace(2000.0, EVERY, 4100, 10.0, lost, waits or dict.fromkeys(lost, 0.05))
+
+
+SUSPECT = Suspect((5,), 0.275, 1000.0, 4100)
+
+
+def verdict(*rounds: StackRound, suspect: Suspect = SUSPECT, waits: float = 0.05) -> Slowness:
+    paces = [pace({0: 0.0, 1: 0.0, 5: 0.3}, {0: 0.05, 1: 0.05, 5: waits})] * 3
+    return explain(suspect, paces, rounds, HOSTS)
+
+
+@pytest.mark.parametrize("activity", ACTIVITIES.values(), ids=ACTIVITIES)
+def test_in_what_a_rank_loses_its_time(activity: tuple[tuple[Frame, ...], KernelWait, Kind, str, str]) -> None:
+    frames, wait, kind, place, path = activity
+    asleep = stacks(0, (BACKWARD,), KernelWait("S", "futex"))
+    awake = stacks(0, (BACKWARD,), KernelWait("R"))
+    # What it does while others work, too, does not count.
+    rounds = [StackRound([stacks(5, frames, wait)], [asleep])] * 3
+    rounds += [StackRound([stacks(5, (DATA,), KernelWait("S", "read", "/else"))], [awake])] * 9
+    found = verdict(*rounds)
+    assert (found.kind, found.place.rpartition("/")[2], found.path) == (kind, place, path)
+    assert (found.host, found.replica, found.whole_host) == ("node7", 1, False)
+
+
+def test_workers_of_a_loader_tell_more_than_the_rank_that_waits_for_them() -> None:
+    own = stacks(5, (LOADER, PROGRAM), KernelWait("S"))
+    worker = stacks(5, (DATA,), KernelWait("D", "read", "/mnt/slow/x"), "python3")
+    found = verdict(StackRound([own, worker], []))
+    assert (found.kind, found.path) == (Kind.FILE, "/mnt/slow/x")
+
+
+def test_a_rank_that_could_run_and_has_no_processor_is_said_so() -> None:
+    assert verdict(StackRound([stacks(5, (PROGRAM,), KernelWait("R"))], []), waits=0.35).kind is Kind.PROCESSOR
+
+
+def test_the_verdict_as_a_line() -> None:
+    found = verdict(StackRound([stacks(5, (DATA, LOADER), KernelWait("S"))], []))
+    line = "slow since step 4,100: rank 5 (node7), 38 % behind the others, in its input: data.py:41; "
+    assert found.shown(1000 + 2400).message == f"{line}11 min 0 s lost so far" and found.shown(3400).lost == 660.0
+    host = Slowness(Kind.FILE, (4, 5), "node7", 2, True, 1.0, 0.5, 1000.0, 7, "/a/data.py:4", "/mnt/\x1b[31m")
+    message = host.shown(1010).message
+    assert message.startswith("slow since step 7: host node7 (ranks 4-5), 100 % behind the others, blocked on a file: ")
+    assert "\x1b" not in message
+    every = Slowness(Kind.INPUT, (), "", None, False, 0.5, 1 / 3, 1000.0).shown(1030).message
+    assert "all ranks, 50 % slower than before, in their input; 10.0 s lost so far" in every

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Find the ranks that slow a job: one, those of a host, or all of them beside the job's own past.
+
+Ranks tell when they have called their collectives, the steps that they have done, and how long they have waited for a
+processor (``HostPace``). What hosts tell at one moment becomes a ``Pace``: for each rank the share of the time in which
+others have waited for it, and for it alone. Some of these in a row decide (``find_suspect``). No time in milliseconds
+decides, and no single wait does, such as for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from torchx_monarch.insight.rank_sample import GroupStatus, group_members
+
+IN_A_ROW = 3
+"""Paces in a row that must agree."""
+
+MAX_PACES = 64
+"""Paces that are kept, the job's past among them."""
+
+_MIN_SHARE = 0.2
+"""Share of the time in which others wait for a rank that is slow, in the mean; in each pace at least half of it."""
+
+_MIN_LOSS = 0.25
+"""By which share the steps per second of a job that has become slow are below those of its past."""
+
+_MIN_PAST = 5
+"""Paces that are a past, without the first two, in which programs warm up."""
+
+_MIN_STEPS = 3
+"""Steps, in the median of the ranks, from which a speed is derived."""
+
+
+# -- what hosts tell ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupPace:
+    """When ranks of one host have called the last collectives of a process group, those that all of them have called.
+
+    Attributes:
+        name, members: ``GroupStatus.name`` and ``ranks``.
+        first: the number of the first of these collectives; the others follow without a gap.
+        earliest, latest: when the first and the last of the ranks have called each.
+        late: the mean seconds after ``earliest`` at which each of ``ranks`` has called them.
+    """
+
+    name: str
+    members: str
+    ranks: tuple[int, ...]
+    first: int
+    earliest: tuple[float, ...]
+    latest: tuple[float, ...]
+    late: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RankPace:
+    """What a rank has done until now.
+
+    Attributes:
+        step: the steps that it has done or reported; None if it tells none.
+        waited: seconds for which its main thread could run, and had no processor, or its cgroup was throttled.
+    """
+
+    rank: int
+    step: int | None = None
+    waited: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class HostPace:
+    """What the ranks of a host have done until ``time``, by its clock; 0 if it was not asked for that."""
+
+    time: float = 0.0
+    ranks: tuple[RankPace, ...] = ()
+    groups: tuple[GroupPace, ...] = ()
+
+
+def group_paces(groups_of: Mapping[int, Sequence[GroupStatus]], since: float, count: int) -> tuple[GroupPace, ...]:
+    """Put together what ranks of a host have called since a time, at most the last ``count`` collectives of a group."""
+    alike: dict[tuple[str, str], dict[int, GroupStatus]] = {}
+    for rank, groups in groups_of.items():
+        for group in groups:
+            alike.setdefault((group.name, group.ranks), {})[rank] = group
+    found = []
+    for (name, members), ranks in alike.items():
+        end = min(group.enqueued for group in ranks.values()) + 1
+        first = max(end - count, *(group.enqueued + 1 - len(group.calls) for group in ranks.values()))
+        calls = [group.calls[first - group.enqueued - 1 :][: end - first] for group in ranks.values()]
+        columns = [times for times in zip(*calls, strict=True) if min(times) >= since] if first < end else []
+        if columns:
+            earliest = tuple(map(min, columns))
+            late = tuple(
+                sum(call - early for call, early in zip(own[-len(columns) :], earliest, strict=True)) / len(columns)
+                for own in calls
+            )
+            first = end - len(columns)
+            found.append(GroupPace(name, members, tuple(ranks), first, earliest, tuple(map(max, columns)), late))
+    return tuple(found)
+
+
+# -- paces -------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """What all ranks have done in the ``seconds`` before ``time``.
+
+    Attributes:
+        step: the steps that the rank which is furthest behind had done at the beginning; None if that is not known.
+        speed: the steps per second of that rank; None without steps.
+        lost: by rank, the share of the time in which others have waited for this one alone, 0 to 1; in programs without
+            collectives, by which share its speed is below that of the others. Empty if that is not known.
+        waits: by rank, the share of the time in which its main thread waited for a processor.
+    """
+
+    time: float
+    seconds: float
+    step: int | None
+    speed: float | None
+    lost: Mapping[int, float]
+    waits: Mapping[int, float]
+
+
+def pace_of(past: Mapping[int, RankPace], hosts: Collection[HostPace], now: float, seconds: float) -> Pace | None:
+    """Return the pace between two answers of all hosts; None if too little has been done to tell one.
+
+    Args:
+        past: the ranks some seconds ago, by their numbers.
+        hosts: the hosts now, with times by the clock of replica 0 (``with_clock``).
+    """
+    ranks = ranks_of(hosts)
+    if not past or past.keys() != ranks.keys():
+        return None
+    steps = {
+        rank: present.step - past[rank].step  # type: ignore[operator]
+        for rank, present in ranks.items()
+        if present.step is not None and past[rank].step is not None
+    }
+    enough = len(steps) == len(ranks) and _median_low(steps.values()) >= _MIN_STEPS and min(steps.values()) >= 0
+    lost = _lost_in_groups([group for host in hosts for group in host.groups], seconds)
+    if not lost and enough and len(steps) > 1 and not any(host.groups for host in hosts):
+        lost = {rank: max(0.0, 1 - done / _others(steps, rank)) for rank, done in steps.items()}
+    if not lost and not enough:
+        return None
+    return Pace(
+        now,
+        seconds,
+        min(past[rank].step or 0 for rank in ranks) if len(steps) == len(ranks) else None,
+        min(steps.values()) / seconds if enough else None,
+        lost,
+        {rank: (present.waited - past[rank].waited) / seconds for rank, present in ranks.items()},
+    )
+
+
+def ranks_of(hosts: Iterable[HostPace]) -> dict[int, RankPace]:
+    return {rank.rank: rank for host in hosts for rank in host.ranks}
+
+
+def with_clock(host: HostPace, ahead: float) -> HostPace:
+    """Return the pace of a host by the clock of replica 0, of which that of the host is some seconds ahead."""
+    groups = (
+        dataclasses.replace(
+            group,
+            earliest=tuple(time - ahead for time in group.earliest),
+            latest=tuple(time - ahead for time in group.latest),
+        )
+        for group in host.groups
+    )
+    return dataclasses.replace(host, groups=tuple(groups))
+
+
+def _others(values: Mapping[int, float], rank: int) -> float:
+    """Return the median of the other ranks; of an even number the lower one: half of the ranks may be slow."""
+    return _median_low([value for other, value in values.items() if other != rank] or [values[rank]])
+
+
+def _median_low(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def mean(values: Iterable[float]) -> float:
+    found = list(values)  # the module statistics takes longer to be imported than all others here
+    return sum(found) / len(found) if found else 0.0
+
+
+def _lost_in_groups(paces: Iterable[GroupPace], seconds: float) -> dict[int, float]:
+    by_group: dict[tuple[str, str], list[GroupPace]] = {}
+    for pace in paces:
+        by_group.setdefault((pace.name, pace.members), []).append(pace)
+    makes_wait, waits = dict[int, float](), dict[int, float]()
+    for (_, members), hosts in by_group.items():
+        first = max(host.first for host in hosts)
+        end = min(host.first + len(host.earliest) for host in hosts)
+        size = len(group_members(members))
+        if first >= end or size < 2 or sum(len(host.ranks) for host in hosts) != size:
+            continue
+        earliest, latest = (
+            [
+                pick(times)
+                for times in zip(*(getattr(h, name)[first - h.first :][: end - first] for h in hosts), strict=True)
+            ]
+            for pick, name in ((min, "earliest"), (max, "latest"))
+        )
+        late: dict[int, float] = {}
+        for host in hosts:
+            own = host.earliest[first - host.first :][: end - first]
+            after = sum(map(float.__sub__, own, earliest)) / len(own)
+            late.update((rank, after + seconds_late) for rank, seconds_late in zip(host.ranks, host.late, strict=True))
+        share = min(1.0, _waited(earliest, latest) / seconds)
+        most = max(late.values()) or 1.0
+        for rank, seconds_late in late.items():
+            own_share = share * max(0.0, seconds_late - _others(late, rank)) / most
+            makes_wait[rank] = max(makes_wait.get(rank, 0.0), own_share)
+            waits[rank] = max(waits.get(rank, 0.0), share * (1 - seconds_late / most))
+    # A rank that is late in one group because it has waited in another one is not the reason.
+    return {rank: max(0.0, share - waits[rank]) for rank, share in makes_wait.items()}
+
+
+def _waited(earliest: Sequence[float], latest: Sequence[float]) -> float:
+    """Return for how long the first rank has waited for the last one, in all collectives of a group.
+
+    If a rank has called one before the last rank called the one before it, it had not waited for that one yet: several
+    collectives under way together are one wait.
+    """
+    total = before = last = 0.0
+    for early, late in zip(earliest, latest, strict=True):
+        spread = late - early
+        total += spread if early >= last else max(0.0, spread - before)
+        before, last = spread, late
+    return total
+
+
+# -- the decision ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Suspect:
+    """Ranks that have been slow since the beginning of a pace; all of them for ``ranks`` without any.
+
+    Attributes:
+        share: the share of the time that is lost.
+        replica: that of the host whose ranks, several and no others, they are; None for another one.
+        speed: the steps per second before, if all ranks are slow.
+    """
+
+    ranks: tuple[int, ...]
+    share: float
+    since: float
+    step: int | None
+    replica: int | None = None
+    speed: float = 0.0
+
+
+def find_suspect(paces: Sequence[Pace], replica_of: Mapping[int, int], in_a_row: int = IN_A_ROW) -> Suspect | None:
+    """Return the ranks that were slow in all of the last paces; None if none were, or too few paces are known.
+
+    Args:
+        paces: the oldest first.
+        replica_of: the replica of each rank.
+    """
+    last = paces[-in_a_row:]
+    if len(last) < in_a_row:
+        return None
+    since, step = last[0].time - last[0].seconds, last[0].step
+    shares = {
+        rank: mean(pace.lost.get(rank, 0.0) for pace in last)
+        for rank in last[-1].lost
+        if min(pace.lost.get(rank, 0.0) for pace in last) >= _MIN_SHARE / 2
+    }
+    if (most := max(shares.values(), default=0.0)) >= _MIN_SHARE:
+        ranks = tuple(sorted(rank for rank, share in shares.items() if share >= most / 2))
+        of_host = {replica_of[rank] for rank in ranks}
+        alike = [rank for rank, replica in replica_of.items() if replica in of_host]
+        is_host = len(of_host) == 1 and len(ranks) == len(alike) > 1
+        return Suspect(ranks, most, since, step, of_host.pop() if is_host else None)
+    past = sorted(pace.speed for pace in paces[2 : -len(last)] if pace.speed is not None)
+    speeds = [pace.speed for pace in last if pace.speed is not None]
+    if len(past) < _MIN_PAST or len(speeds) < len(last):
+        return None
+    usual = _median_low(past)
+    if max(speeds) >= min(usual * (1 - _MIN_LOSS), past[len(past) // 20]):
+        return None
+    return Suspect((), 1 - mean(speeds) / usual, since, step, speed=usual)
+
+
+def share_now(suspect: Suspect, paces: Sequence[Pace]) -> float:
+    """Return which share of the time suspects that were found before lose in the last paces; 0 if they are no more."""
+    last = paces[-2:]
+    if suspect.ranks:
+        share = mean(max(pace.lost.get(rank, 0.0) for rank in suspect.ranks) for pace in last)
+        return share if share >= _MIN_SHARE / 2 else 0.0
+    speeds = [pace.speed for pace in last if pace.speed is not None]
+    share = 1 - mean(speeds) / suspect.speed if speeds else suspect.share
+    return share if share >= _MIN_LOSS / 2 else 0.0
