@@ -193,7 +193,7 @@ async def _serve(pipe: Connection, address: Address, identity: Identity, replica
     reporter = Reporter(Console(os.open(os.devnull, os.O_WRONLY)), None, "bench")
     job_hosts = JobHosts(rendezvous, sizes, reporter, phases.handle)
     gatherer = HostGatherer(sizes, rendezvous.members, reporter, HostFailures(3))
-    controller = Controller(job_hosts, gatherer, HangWatch(job_hosts))
+    controller = Controller(job_hosts, gatherer, HangWatch(job_hosts, gatherer))
     await rendezvous.start()
     rendezvous.register(Registration(0, "bench", os.getpid()))
     pipe.send(None)

@@ -143,10 +143,10 @@ class Job(JobHosts):
             self.register(self.members.missing)  # replacements arrive
 
     def attempts(self) -> Attempts:
-        return Attempts(self, self.gatherer, HangWatch(self))
+        return Attempts(self, self.gatherer, HangWatch(self, self.gatherer))
 
     def result(self) -> JobResult:
-        controller = Controller(self, self.gatherer, HangWatch(self))
+        controller = Controller(self, self.gatherer, HangWatch(self, self.gatherer))
         return asyncio.run(asyncio.wait_for(controller.run(), WITHIN))
 
 

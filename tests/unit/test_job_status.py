@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -24,6 +24,7 @@ from torchx_monarch.cli import status as status_command
 from torchx_monarch.cli.status import facts, only_roles, render, show_when
 from torchx_monarch.insight import events
 from torchx_monarch.insight.rank_sample import NO_SAMPLES, RankSample, RankSamples
+from torchx_monarch.insight.slowness import Kind, Slowness
 from torchx_monarch.insight.timeline import Moment
 from torchx_monarch.insight.timeline import build as build_timeline
 from torchx_monarch.model.host_result import HostResult
@@ -366,6 +367,23 @@ def test_a_watched_status_does_not_scroll(monkeypatch: pytest.MonkeyPatch, capsy
     frames = re.split(r"\x1b\[(\d+)A\x1b\[J", capsys.readouterr().out)
     assert frames[1::2] == ["2"] * 3 and [frame.count("\n") for frame in frames[:-1:2]] == [2] * 3
     assert frames[-1] == render(ended) + "\n"
+
+
+def test_what_slows_the_ranks_is_shown_until_it_is_gone() -> None:
+    found = Slowness(Kind.INPUT, (5,), "node7", 1, False, 0.38, 0.275, 880.0, 4100, "/home/me/data.py:41")
+    slow = [*STARTED, event("slow", "slow since …", 990.0, slowness=json.loads(json.dumps(asdict(found))))]
+    status = status_of(snapshot(), slow)
+    line = "step 4,100: rank 5 (node7), 38 % behind the others, in its input: data.py:41; 33.0 s lost so far"
+    assert f"  slow         since {line}" in render(status, NOW).splitlines()
+    assert f"slow since {line}" in in_one_line(status, NOW)
+    assert (
+        json.loads(json.dumps(status.to_json()))["slow"]["kind"] == "input" and events.last_slow(slow) == "slow since …"
+    )
+    for kind in ("slow_end", "failure", "rank_restart", "ranks"):
+        assert status_of(snapshot(), [*slow, event(kind, time=991.0)]).slow is None
+    for wrong in ({}, {**asdict(found), "since": 1e300}, {**asdict(found), "kind": "other"}, None):
+        assert status_of(snapshot(), [*STARTED, event("slow", "slow", 990.0, slowness=wrong)]).slow is None
+    assert events.last_slow([*slow, event("slow_end", time=991.0)]) is None
 
 
 def test_a_watched_status_shows_the_whole_place_of_a_hang(

@@ -201,7 +201,7 @@ def test_a_status_shows_what_ranks_do_in_a_few_lines() -> None:
     assert render(status, 101.0).splitlines()[2:] == [
         "  last output  2.0 s ago",
         "  progress     step 20 of 100, 1 min 20 s left, checkpoint of step 10, loss 0.1234, \\x1b 1",
-        "  collectives  1.0 a second; rank 1 calls them last, 200 ms after the first",
+        "  collectives  1.0 a second",
         "  each rank    CPU 1.00-1.10 cores, memory 1.00-1.50 GiB, GPU 50 %; rank 1 is stopped",
     ]
     assert status.to_json()["activity"][0]["progress"]["step"] == 20

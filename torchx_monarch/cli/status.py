@@ -106,11 +106,8 @@ class CmdWait:
 _MAX_SHOWN = 5
 """How many of the last runs and failures are shown, and of the metrics, breakpoints and ranks that do not run."""
 
-_MIN_LATE_S = 0.001
-"""Time by which a rank must be late to be named."""
-
 _MIN_HANG_S = 5.0
-"""Time for which others wait for a rank until it is named instead of the one that is late."""
+"""Time for which others wait for a rank until it is named."""
 
 _MIN_QUIET_S = 15.0
 """Time for which no rank has printed or called anything until it is said."""
@@ -165,6 +162,7 @@ def facts(status: JobStatus, now: float | None = None, *, on_page: bool = False)
         found.append(("checkpoints", f"{status.checkpoint_bytes / (1 << 30):.2f} GiB of the memory of each host"))
     found += [("excluded", exclusion.message) for exclusion in status.excluded]
     found += [("last failure", _with_time(failure, since)), ("hang", _with_time(status.hang, since))]
+    found += [("slow", status.slow.message.removeprefix("slow "))] if status.slow is not None else []
     found += [("silent", status.silent.message)] if status.silent is not None else []
     found += [("breakpoint", _with_time(waiting, since)) for waiting in status.breakpoints[:_MAX_SHOWN]]
     found += [
@@ -232,15 +230,12 @@ def _collectives(ranks: Sequence[RankView], handle: str) -> str:
     running = [rank for rank in ranks if rank.state != "ended"]
     rates = [rank.collectives_per_second for rank in ranks if rank.collectives_per_second is not None]
     awaited, missing = max(((rank.waited_for or 0.0, rank.rank) for rank in ranks), default=(0.0, 0))
-    late, last = max(((rank.late_by or 0.0, rank.rank) for rank in ranks), default=(0.0, 0))
     quiet = min((rank.quiet or 0.0 for rank in running), default=0.0)
     text = ""
     if awaited < _MIN_HANG_S and quiet >= _MIN_QUIET_S:
         return f"no rank has called one or printed anything for {show_duration(quiet)}: torchx monarch stacks {handle}"
-    if awaited >= _MIN_HANG_S:  # what was called before does not tell who is late now
-        text = f"; others wait for rank {missing}, for {_show_lateness(awaited)}"
-    elif late >= _MIN_LATE_S:
-        text = f"; rank {last} calls them last, {_show_lateness(late)} after the first"
+    if awaited >= _MIN_HANG_S:
+        text = f"; others wait for rank {missing}, for {show_duration(awaited)}"
     return f"{_from_to(rates, '{:.1f}')} a second{text}" if rates else ""
 
 
@@ -284,10 +279,6 @@ def trend_lines(status: JobStatus) -> list[str]:
 def _from_to(values: Sequence[float], form: str) -> str:
     """Return ``0.90`` or ``0.90-1.02``."""
     return "-".join(dict.fromkeys(form.format(value) for value in (min(values), max(values))))
-
-
-def _show_lateness(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def _live(live: LiveState, now: float) -> Iterator[tuple[str, str]]:

@@ -137,11 +137,21 @@ class HostGatherer:
         name = members.machine(member.host)
         if not (failures := self._failures.add(name)):
             return None
-        message = f"{name} is excluded after {failures}, the last: {reason}"
+        return self._excluded(replica, f"{name} is excluded after {failures}, the last: {reason}")
+
+    def exclude(self, replica: int, reason: str) -> HostExcluded | None:
+        """Exclude a host of the attempt at once; return the event that replaces it, if another one can do that."""
+        members, member = self._members, self._members.attempt.get(replica)
+        if member is None or members.registered_count == 1:
+            return None
+        self._failures.excluded.add(name := members.machine(member.host))
+        return self._excluded(replica, f"{name} is excluded: {reason}")
+
+    def _excluded(self, replica: int, message: str) -> HostExcluded | None:
         if replica in {chosen.replica for chosen in self._choose()}:
             why = "the controller runs there" if replica == 0 else "no other host can take its place now"
             message = f"{message}; it stays, because {why}"
-        elif members.in_attempt(replica):
+        elif self._members.in_attempt(replica):
             return HostExcluded(replica, JobResult(1, message, replica=replica))
         self._reporter.report(HostExcluded.KIND, message, replica=replica)
         return None

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Watch the ranks of an attempt for hangs: ranks that wait for one in a collective, or inside the kernel."""
+"""Watch the ranks of an attempt for hangs: ranks that wait for one in a collective, or inside the kernel.
+
+It asks the hosts, for the watch over what slows the ranks, too (``SlowWatch``).
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ import dataclasses
 import itertools
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.host_messages import ReadCollectives, TakeStacks
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.insight.hangs import Fault, Hang, describe_places, diagnose
+from torchx_monarch.controller.slow_watch import FIRST_PACE, SlowWatch
+from torchx_monarch.insight.hangs import Fault, Hang, HostCollectives, describe_places, diagnose
 from torchx_monarch.insight.stacks import ProcessStacks, ranges, rank_ranges
 
 _LOOKS = 10
@@ -29,8 +34,9 @@ _TIMEOUT = 10.0
 class HangWatch:
     """Find ranks that hang, report them, and say whether they are to be stopped."""
 
-    def __init__(self, hosts: JobHosts) -> None:
+    def __init__(self, hosts: JobHosts, gatherer: HostGatherer) -> None:
         self._hosts = hosts
+        self._slow_watch = SlowWatch(hosts, gatherer)
         self._reporter = hosts.reporter
         self._hang_after = hosts.spec.hang_after
         self._on_hang = hosts.spec.on_hang
@@ -48,6 +54,7 @@ class HangWatch:
             yield
         finally:
             self._rests -= 1
+            self._slow_watch.begin()
             self._since = asyncio.get_running_loop().time()
 
     async def run(self, attempt: int, kernel_timeout: float = 0.0) -> Hang:
@@ -55,18 +62,26 @@ class HangWatch:
 
         So must ranks that wait inside the kernel for ``kernel_timeout`` seconds; 0 for no limit.
         """
+        loop, slow_watch = asyncio.get_running_loop(), self._slow_watch
         hang_after = self._hang_after or math.inf
         kernel_after = min(hang_after, kernel_timeout or math.inf)
         every = max(_SHORTEST, kernel_after / _LOOKS)
-        self._since, self._reported, pause, failure = asyncio.get_running_loop().time(), None, every, ""
+        self._since, self._reported, pause, failure = loop.time(), None, every, ""
         self._is_quiet = False
+        slow_watch.begin()
+        slow_at = self._since + FIRST_PACE
         while True:
-            await asyncio.sleep(pause)
+            await asyncio.sleep(max(0.0, min(pause, slow_at - loop.time())))
+            asks_pace = loop.time() >= slow_at
+            slow_at = loop.time() + FIRST_PACE if asks_pace else slow_at
             if self._rests:
                 continue
             pause = every
             try:
-                longest, in_kernel, quiet = await self._read()
+                answers = await self._read(slow_watch.request() if asks_pace else ReadCollectives(details=False))
+                if asks_pace:
+                    slow_at = await slow_watch.observe(answers, attempt) + loop.time()
+                longest, in_kernel, quiet = self._longest(answers)
                 left = min(hang_after - longest, kernel_after - in_kernel)
                 hang = await self._diagnosed(hang_after, kernel_after) if left <= 0 else None
                 hang = await self._compare(hang, attempt)
@@ -96,14 +111,18 @@ class HangWatch:
         self._reported = reported if hang is not None and hang.same_as(reported) else hang
         return self._reported
 
-    async def _read(self) -> tuple[float, float, float]:
+    async def _read(self, request: ReadCollectives) -> dict[int, HostCollectives]:
+        """Return the answers of all hosts; nothing if one is missing, or the watch rests."""
+        answers, missing = await self._hosts.collect(request, _TIMEOUT)
+        return {} if missing or self._rests else answers
+
+    def _longest(self, answers: Mapping[int, HostCollectives]) -> tuple[float, float, float]:
         """Return the longest wait in a collective and inside the kernel, and for how long no rank has done anything."""
-        answers, missing = await self._hosts.collect(ReadCollectives(details=False), _TIMEOUT)
-        found = [] if missing or self._rests else answers.values()
+        found, at_most = answers.values(), self._at_most()
         longest = max((answer.longest_wait for answer in found), default=0.0)
         in_kernel = max((answer.kernel_wait for answer in found), default=0.0)
         quiet = min((answer.quiet for answer in found if answer.quiet is not None), default=0.0)
-        return min(longest, self._at_most()), min(in_kernel, self._at_most()), min(quiet, self._at_most())
+        return min(longest, at_most), min(in_kernel, at_most), min(quiet, at_most)
 
     async def _report_quiet(self, seconds: float, hang_after: float, attempt: int) -> None:
         """Report once where all ranks are that have printed and called nothing, as when each waits to receive."""

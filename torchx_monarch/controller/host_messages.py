@@ -155,9 +155,14 @@ class ProfileRanks(Request[list[RankProfile]]):
 
 @dataclasses.dataclass(frozen=True)
 class ReadCollectives(Request[HostCollectives]):
-    """Read the state of the collectives of the host's ranks; with ``details`` all of it, else the longest wait."""
+    """Read the state of the collectives of the host's ranks; with ``details`` all of it, else the longest wait.
+
+    With ``seconds``, also the pace of the ranks in the last so many seconds, with at most ``calls`` of each group.
+    """
 
     details: bool
+    seconds: float = dataclasses.field(default=0.0, compare=False)
+    calls: int = dataclasses.field(default=0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

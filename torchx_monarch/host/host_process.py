@@ -120,6 +120,7 @@ class HostProcess:
                 started=self._started,
                 ended=time.time(),
                 restarts=restarts,
+                slow=events.last_slow(await asyncio.to_thread(host.reporter.read_events)),
             )
             if failure := end.run(host.options.on_end, host.environ):
                 host.reporter.report("on_end", failure)

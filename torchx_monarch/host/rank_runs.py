@@ -141,7 +141,7 @@ class RankRuns(Workload):
         options, reporter = self._host.options, self._host.reporter
         self._hosts = hosts = self._job_hosts(rendezvous)
         gatherer = HostGatherer(self.sizes, rendezvous.members, reporter, HostFailures(options.exclude_after))
-        hang_watch = HangWatch(hosts)
+        hang_watch = HangWatch(hosts, gatherer)
         debug_command = f"torchx monarch debug {options.app} --role {options.role}"
         debug_sessions = DebugSessions(debug_command, reporter.report, hang_watch.rest)
         rendezvous.network.handlers.update(debug_sessions.handlers)
@@ -349,7 +349,11 @@ class RankRuns(Workload):
             case host_messages.StopAtStep():
                 return await pool.stop_at_step(**vars(request))
             case host_messages.ReadCollectives():
-                return HostCollectives.from_ranks(await pool.collectives(), request.details)
+                ranks = await pool.collectives()
+                found = HostCollectives.from_ranks(ranks, request.details)
+                if not request.seconds:
+                    return found
+                return dataclasses.replace(found, pace=await pool.pace(ranks, request.seconds, request.calls))
             case host_messages.TakeFacts():
                 await pool.starter.importer()  # which the ranks wait for, too
                 return await asyncio.to_thread(take_facts, pool.run, pool.starter.versions)

@@ -167,6 +167,12 @@ def _is_time(value: object) -> bool:
     return isinstance(value, (int, float)) and abs(value) < 1e11
 
 
+def last_slow(happened: Iterable[Event]) -> str | None:
+    """Return what the job has said last of what slows its ranks; None if that had ended, or never was."""
+    told = [event for event in happened if event["kind"] in ("slow", "slow_end", "rank_restart")]
+    return told[-1]["message"] if told and told[-1]["kind"] == "slow" else None
+
+
 def count_rank_restarts(happened: Iterable[Event]) -> int:
     """Count how often ranks were restarted within one start of their hosts."""
     return sum(event["kind"] == "rank_restart" for event in happened)

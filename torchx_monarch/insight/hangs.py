@@ -12,6 +12,7 @@ import enum
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from torchx_monarch.insight.pace import HostPace
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus, seconds_quiet
 from torchx_monarch.insight.stacks import ProcessStacks, rank_ranges
 from torchx_monarch.model.codec import Shared
@@ -88,6 +89,7 @@ class HostCollectives:
         kernel_waits: the seconds for which each of them waits inside the kernel.
         silent: those that have not answered.
         groups: the process groups of those that have.
+        pace: what they have done, if that was asked.
     """
 
     longest_wait: float
@@ -98,6 +100,7 @@ class HostCollectives:
     kernel_waits: tuple[float, ...] = ()
     silent: tuple[int, ...] = ()
     groups: tuple[SharedStatus, ...] = ()
+    pace: HostPace = HostPace()
 
     @classmethod
     def from_ranks(cls, ranks: Sequence[RankCollectives], details: bool) -> HostCollectives:

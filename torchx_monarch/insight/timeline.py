@@ -14,6 +14,7 @@ from typing import TypeVar, get_args
 
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.rank_sample import parse_ranks
+from torchx_monarch.insight.slowness import Slowness
 from torchx_monarch.model.codec import DecodeError, Seconds, decode
 from torchx_monarch.model.host_facts import NodeFault
 from torchx_monarch.model.job_result import StepsDone
@@ -67,7 +68,7 @@ _RESTARTS = ("rank_restart", "restart", "requeue", "replacement")
 
 _MOMENTS = frozenset(
     ("output", "failure", "preempted", "joined", "cancel", "stop", "hang", "result", "ended", "spare_used", "excluded")
-    + ("quiet", "resize", "replica_spared", "breakpoint", *_RESTARTS)
+    + ("quiet", "slow", "slow_end", "resize", "replica_spared", "breakpoint", *_RESTARTS)
 )
 """The kinds of events that are shown as moments."""
 
@@ -79,6 +80,9 @@ _COUNTED_FROM = ("job_started", "restart", "requeue", "run")
 
 _HANG_ENDS = ("hang_end", "ranks", "failure", "preempted", "run_end", "result", *_RESTARTS)
 """The kinds of events after which ranks that hung do not hang any more, unless they were stopped."""
+
+_SLOW_ENDS = ("slow_end", "ranks", "failure", "preempted", "run_end", "result", *_RESTARTS)
+"""The kinds of events after which what slowed the ranks does so no more."""
 
 _RESOLUTION = 1.0
 """Seconds after its end in which a job may have had events: Kubernetes tells ends in whole seconds."""
@@ -159,6 +163,7 @@ class RoleView:
         checkpoint_bytes: the memory that checkpoints take of a host, of that where they take most.
         failure: the last failure of ranks, or before a restart.
         hang: the hang that the ranks are in, or were in when they were stopped.
+        slow: what slows the ranks.
         breakpoints: where ranks wait for a debugger, by rank.
         unshared: the first statement that forked ranks do not share, with the reason.
     """
@@ -174,6 +179,7 @@ class RoleView:
     checkpoint_bytes: int | None = None
     failure: Moment | None = None
     hang: Moment | None = None
+    slow: Slowness | None = None
     breakpoints: dict[int | None, Moment] = dataclasses.field(default_factory=dict)
     unshared: str = ""
 
@@ -452,6 +458,11 @@ class _RoleReader:
             view.hang = _cause(event)
         elif kind in _HANG_ENDS and not (kind == "result" and event.get("stopped")):
             view.hang = None
+
+        if kind == "slow":
+            view.slow = next(_decoded([event.get("slowness")], Slowness), None)
+        elif kind in _SLOW_ENDS:
+            view.slow = None
 
     def _read_failure(self, event: Event) -> None:
         kind = event["kind"]

@@ -181,6 +181,8 @@ class HostSpec:
     lease: float = _seconds(30.0, 1)
     hang_after: float = _seconds(300.0, 0)
     on_hang: str = _word("observe", "restart", "fail")
+    on_slow: str = _flag("")
+    slow_hosts: str = _word("observe", "replace")
     debug_wait: float = _seconds(300.0, 0)
     on_end: str = _flag("")
     retry_on: tuple[int, ...] = _joined((), parse_exit_codes)

@@ -21,6 +21,7 @@ from torchx_monarch.command.rank_command import rank_command
 from torchx_monarch.insight import account
 from torchx_monarch.insight.account import Account
 from torchx_monarch.insight.rank_sample import RankView
+from torchx_monarch.insight.slowness import Slowness
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 from torchx_monarch.insight.timeline import PHASES, Moment, RoleView, Timeline, seconds_to_group
 from torchx_monarch.insight.timeline import build as build_timeline
@@ -115,6 +116,7 @@ class JobStatus:
     ranks: int | None = None
     last_failure: Moment | None = None
     hang: Moment | None = None
+    slow: Slowness | None = None
     silent: Moment | None = None
     breakpoints: Sequence[Moment] = ()
     last_output: float | None = None
@@ -226,6 +228,7 @@ def build(
         ranks=_ranks(app, timeline, commands),
         last_failure=max((role.failure for role in timeline.roles if role.failure), key=lambda m: m.time, default=None),
         hang=None if status.state is State.SUCCEEDED else timeline.hang,
+        slow=next((role.slow.shown(now) for role in timeline.roles if role.slow and ended is None), None),
         breakpoints=[place for role in timeline.roles if ended is None for place in role.breakpoints.values()],
         log_folder=folder or None,
         roles=[
@@ -319,6 +322,7 @@ def in_one_line(status: JobStatus, now: float | None = None) -> str:
     parts += [exclusion.message for exclusion in status.excluded[-1:]]
     if status.hang is not None:
         parts.append(f"hang: {status.hang.message}")
+    parts += [status.slow.message] if status.slow is not None else []
     parts += [status.silent.message] if status.silent is not None else []
     parts += [waiting.message for waiting in status.breakpoints[:1]]
     if status.last_failure is not None and not status.has_ended:

@@ -57,6 +57,14 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     """`observe`: hangs are reported. `restart`: the ranks are started again, within torchrun's `--max-restarts`.
     `fail`: the job ends."""
 
+    on_slow: str = ""
+    """A shell command that replica 0 runs when it finds that a rank, a host or all ranks are slow, with the verdict as
+    JSON on stdin."""
+
+    slow_hosts: str = "observe"
+    """`observe`: hosts that are slow are reported. `replace`: the ranks are started again without a host that lacks
+    processor time, is blocked on files or gets its data late, on one of the `spares`."""
+
     debug_wait: int = 300
     """Seconds for which a rank waits in `breakpoint()` for `torchx monarch debug`; 0: it does not wait."""
 

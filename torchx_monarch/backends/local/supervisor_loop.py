@@ -457,4 +457,5 @@ class SupervisorLoop:
             started=record.started,
             ended=record.ended or 0.0,
             restarts=record.restarts + events.count_rank_restarts(happened),
+            slow=events.last_slow(happened),
         )

@@ -245,6 +245,7 @@ class BatchStep:
                 started=self._record.started,
                 ended=self._record.ended,
                 restarts=count_restarts(self._snapshot(happened)),
+                slow=events.last_slow(happened),
             )
             if failure := end.run(self._request.on_end, os.environ):
                 self._event("on_end", failure)

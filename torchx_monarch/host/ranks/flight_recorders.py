@@ -20,7 +20,17 @@ from collections.abc import Collection
 from pathlib import Path
 
 from torchx_monarch.host.ranks.rank_process import Rank
-from torchx_monarch.host.ranks.rank_recorder import CODE, DUMP, DUMPS, FAILURE, GROUPS, HEAD, MAX_GROUPS, MAX_RECENT
+from torchx_monarch.host.ranks.rank_recorder import (
+    CODE,
+    DUMP,
+    DUMPS,
+    FAILURE,
+    GROUPS,
+    HEAD,
+    MAX_CALLS,
+    MAX_GROUPS,
+    MAX_RECENT,
+)
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus, parse_ranks
 from torchx_monarch.model.codec import decode
 from torchx_monarch.system import children, safe_files
@@ -131,11 +141,12 @@ def parse_groups(data: bytes) -> tuple[GroupStatus, ...]:
 
 def _limited(group: GroupStatus) -> GroupStatus:
     parse_ranks(group.ranks)
-    if not all(0 <= number < _MAX_NUMBER for number in (group.enqueued, group.completed, group.last_call)):
+    calls = group.calls[-MAX_CALLS:] if len(group.calls) <= group.enqueued else ()
+    if not all(0 <= number < _MAX_NUMBER for number in (group.enqueued, group.completed, group.last_call, *calls)):
         raise ValueError("a process group has a number out of range")
     waiting = None if group.waiting is None else _limited_collective(group.waiting)
     recent = tuple(map(_limited_collective, group.recent[-MAX_RECENT:]))
-    return dataclasses.replace(group, name=group.name[:_MAX_NAME], waiting=waiting, recent=recent)
+    return dataclasses.replace(group, name=group.name[:_MAX_NAME], waiting=waiting, recent=recent, calls=calls)
 
 
 def _limited_collective(collective: Collective) -> Collective:

@@ -23,11 +23,12 @@ from torchx_monarch.host.ranks.run_spec import rank_environment
 from torchx_monarch.host.ranks.step_memory import StepMemory
 from torchx_monarch.host.ranks.timers import FILE, TimerServer
 from torchx_monarch.insight.hangs import RankCollectives
+from torchx_monarch.insight.pace import HostPace, RankPace, group_paces
 from torchx_monarch.insight.rank_sample import Progress, RankSamples, StepsRead, steps_done
 from torchx_monarch.model.env_names import INTERFACE, THIS_JOB
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.world import LaunchError, World
-from torchx_monarch.system import processes, run_dirs
+from torchx_monarch.system import process_status, processes, run_dirs
 from torchx_monarch.system.cgroups import OutOfMemory
 from torchx_monarch.system.console import WriterThread
 from torchx_monarch.training import steps
@@ -171,6 +172,27 @@ class RankPool(ProcessPool):
             for rank in ranks
             if rank.is_running
         ]
+
+    async def pace(self, collectives: Sequence[RankCollectives], seconds: float, calls: int) -> HostPace:
+        """Return what these ranks have done until now, and called in the last so many seconds: ``ReadCollectives``."""
+        running = {rank.rank: rank for rank in self.ranks if rank.is_running}
+        ranks = [running[found.rank] for found in collectives if found.rank in running]
+
+        def read() -> list[RankPace]:
+            found = []
+            for rank in ranks:
+                reported = self._with_steps(rank.local_rank, read_progress(rank.directory), time.time())
+                step = reported.step if reported is not None else None
+                found.append(RankPace(rank.rank, step, process_status.seconds_runnable(rank.pid)))
+            return found
+
+        now, reading = time.time(), asyncio.ensure_future(self._disk.run(read))
+        await asyncio.wait([reading], timeout=_COLLECTIVES_TIMEOUT)
+        if not reading.done():  # nor is anything known of a rank that does not answer
+            reading.cancel()
+            return HostPace()
+        groups = {found.rank: found.groups or () for found in collectives}
+        return HostPace(now, tuple(reading.result()), group_paces(groups, now - seconds, calls))
 
     async def _write_evidence(self, ranks: Sequence[Rank], number: int) -> None:
         """Write stacks and last collectives of ranks into the folder of their attempt, before they get a signal."""

@@ -42,6 +42,12 @@ MAX_GROUPS = 64
 MAX_RECENT = 16
 """Last collectives of each group of which it tells."""
 
+MAX_CALLS = 256
+"""Last collectives of each group whose times it tells, if it is in few groups."""
+
+_ALL_CALLS = 1024
+"""The same of all groups together."""
+
 _MAX_SIZES = 8
 """Shapes of one collective, and dimensions of each."""
 
@@ -136,6 +142,7 @@ class _Recorder:
     def states(self) -> dict[str, dict[str, Any]]:
         """Return the state of the collectives of each group; one whose collectives it has lost keeps its own."""
         found: dict[str, tuple[str, list[dict[str, Any]]]] = {}
+        self._states = {name: {**state, "calls": []} for name, state in self._states.items()}
         for entry in self.read().get("entries", ()):
             self.last_call = max(self.last_call, entry["time_created_ns"] / 1e9)
             if not entry.get("is_p2p"):
@@ -150,11 +157,14 @@ class _Recorder:
             unfinished = entries[retired[-1] + 1 if retired else 0 :]
             waiting = unfinished[0] if unfinished else None
             enqueued = max(entry["collective_seq_id"] for entry in entries)
+            calls = {entry["collective_seq_id"]: entry["time_created_ns"] / 1e9 for entry in entries[-MAX_CALLS:]}
+            count = min(MAX_CALLS, max(MAX_RECENT, _ALL_CALLS // len(found)), len(calls))
             self._states[name] = {
                 "enqueued": enqueued,
                 "completed": enqueued if waiting is None else waiting["collective_seq_id"] - 1,
                 "waiting": None if waiting is None else _collective(waiting),
                 "recent": [_collective(entry) for entry in entries[-MAX_RECENT:]],
+                "calls": [calls[number] for number in range(enqueued + 1 - count, enqueued + 1) if number in calls],
             }
         return self._states
 

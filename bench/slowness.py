@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Jobs that are slowed on purpose, and clean ones: ``python bench/slowness.py [--injected N] [--clean N] [--seed S]``.
+
+Each job trains on the digits of scikit-learn, on two hosts of this machine with two ranks each. At a random moment one
+rank is slowed in a random way (KINDS) by a random factor, until the job has given its verdict, or for half a minute.
+Printed are a line for each job, and of all jobs: verdicts with the right rank and kind, the seconds from the onset to
+the verdict, and false alarms, which are verdicts on clean jobs and those before the onset. ``--cost N`` compares the
+steps per second of N clean jobs with those of N jobs whose watch is off, by turns.
+
+Processor kinds need root and version 1 of the cgroup ``cpu``; without it they are left out. On a machine that others
+use a clean job can be slowed by them: the kind of a false alarm tells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from words import spread
+
+PROGRAM = """
+import fcntl, os, socket, sys, threading, time
+import torch, torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, Dataset
+import torchx_monarch
+
+FOLDER, PROGRAM, RANK = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
+torch.set_num_threads(1)
+lock = threading.Lock()
+
+def hold(seconds):
+    while True:
+        with lock:
+            time.sleep(seconds)
+        time.sleep(0.001)
+
+class Digits(Dataset):
+    def __init__(self):
+        images, labels = load_digits(return_X_y=True)
+        self.images, self.labels = torch.tensor(images, dtype=torch.float32), torch.tensor(labels)
+        self.open = None
+    def __len__(self):
+        return 1 << 24
+    def __getitem__(self, index):
+        wait(self)
+        rows = torch.randint(len(self.images), (32,))
+        return self.images[rows], self.labels[rows]
+
+def wait(data):
+    path = f"{FOLDER}/inject-{RANK}"
+    if data.open is None:
+        if not os.path.exists(path):
+            return
+        data.kind, seconds, place = open(path).read().split()
+        data.seconds, data.open = float(seconds), place
+        if data.kind == "flock":
+            data.open = os.open(place, os.O_RDWR)
+        elif data.kind == "server":
+            data.open = socket.create_connection(("127.0.0.1", int(place)))
+        elif data.kind == "lock":
+            threading.Thread(target=hold, args=(data.seconds,), daemon=True).start()
+    if data.kind == "sleep":
+        time.sleep(data.seconds)
+    elif data.kind == "fifo":
+        with open(data.open, "rb", 0) as file:
+            file.read()
+    elif data.kind == "flock":
+        fcntl.flock(data.open, fcntl.LOCK_EX)
+        fcntl.flock(data.open, fcntl.LOCK_UN)
+    elif data.kind == "server":
+        data.open.sendall(b"x")
+        data.open.recv(1)
+    elif data.kind == "lock":
+        lock.acquire()
+        lock.release()
+
+def main():
+    dist.init_process_group("gloo")
+    layers = [torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)]
+    model = torch.nn.Sequential(*layers)
+    if PROGRAM == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+        for layer in (model[0], model[2], model):
+            fully_shard(layer)
+    else:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    times = []
+    for step, (images, labels) in enumerate(DataLoader(Digits(), batch_size=None)):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        time.sleep(0.01)  # as if an accelerator computed
+        if PROGRAM != "silent":
+            torchx_monarch.progress(step, loss=loss.item())
+        times.append(time.time())
+        if RANK == 0 and step == 60:
+            with open(f"{FOLDER}/step", "w") as file:
+                file.write(str((times[60] - times[20]) / 40))
+        end = torch.tensor([float(os.path.exists(f"{FOLDER}/end"))])
+        dist.all_reduce(end)
+        if end.item():
+            break
+    if RANK == 0:
+        done = [at for at in times if at > times[-1] - 20]
+        with open(f"{FOLDER}/speed", "w") as file:
+            file.write(str((len(done) - 1) / (done[-1] - done[0])))
+main()
+"""
+
+PROGRAMS = ("digits", "fsdp2", "silent")
+"""DistributedDataParallel, FSDP2, and a program that reports no steps."""
+
+KINDS = {
+    "sleep": "input",
+    "fifo": "file",
+    "flock": "lock",
+    "server": "network",
+    "lock": "lock",
+    "cgroup": "processor",
+    "pulses": "processor",
+}
+"""How a rank is slowed, and the kind that is right: its input sleeps, reads a slow pipe, waits for the lock of a file,
+for a server that answers slowly, or for a thread's lock; or its process has too little of a processor by a quota of its
+cgroup, or by SIGSTOP and SIGCONT."""
+
+CGROUPS = Path("/sys/fs/cgroup/cpu")
+HOSTS, NPROC = 2, 2
+PATIENCE = 30.0
+
+
+class Job:
+    """A job of the program."""
+
+    def __init__(self, folder: Path, program: str, environ: dict[str, str]) -> None:
+        self.folder = folder
+        (folder / "program.py").write_text(PROGRAM)
+        words = ["torchx", "run", "-s", "monarch_local", "--wait", "monarch.spmd", "-j", f"{HOSTS}x{NPROC}"]
+        words += [str(folder / "program.py"), str(folder), program]
+        environ = {**os.environ, **environ, "MONARCH_STATE_DIR": str(folder / "state"), "TMPDIR": str(folder)}
+        with open(folder / "output", "w") as output:
+            self.process = subprocess.Popen(words, env=environ, stdout=output, stderr=output, cwd=folder)
+
+    def events(self) -> list[dict[str, Any]]:
+        paths = [*self.folder.glob("state/apps/*/events.jsonl")]
+        return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+    def pid(self, rank: int) -> int:
+        """Return the process of a rank, once it has begun to train; 0 before."""
+        for path in self.folder.glob("state/apps/*/attempts/*.jsonl"):
+            for line in path.read_text().splitlines():
+                for host in json.loads(line).get("hosts", ()):
+                    if 0 <= rank - host["first_rank"] < len(host["pids"]):
+                        return int(host["pids"][rank - host["first_rank"]])
+        return 0
+
+    def step(self) -> float:
+        """Return the seconds of a step, once some were done."""
+        deadline = time.monotonic() + 180
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if text := (self.folder / "step").read_text() if (self.folder / "step").exists() else "":
+                return float(text)
+            time.sleep(0.2)
+        sys.exit((self.folder / "output").read_text())
+
+    def end(self) -> float:
+        """End the program; return its steps per second."""
+        (self.folder / "end").touch()
+        if self.process.wait(120):
+            sys.exit((self.folder / "output").read_text())
+        return float((self.folder / "speed").read_text())
+
+
+@contextmanager
+def slowed(  # noqa: C901 - one small function for each way
+    job: Job, kind: str, rank: int, step: float, factor: float
+) -> Iterator[None]:
+    """Slow a rank by a factor of the seconds of a step in each step."""
+    seconds = step * factor
+    ended, place = threading.Event(), str(job.folder / "place")
+
+    def repeat(work: Callable[[], None]) -> None:
+        def run() -> None:
+            while not ended.is_set():
+                work()
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def fill() -> None:
+        with suppress(BrokenPipeError), open(place, "wb", 0) as file:  # which waits for the reader
+            time.sleep(seconds)
+            file.write(b"x")
+
+    def hold() -> None:
+        with open(place, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            time.sleep(seconds)
+        time.sleep(0.002)
+
+    def pulse() -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(seconds)
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(step)
+
+    def answer() -> None:
+        while (request := connection.recv(1)) and not ended.is_set():
+            time.sleep(seconds)
+            connection.sendall(request)
+
+    pid, cgroup = job.pid(rank), CGROUPS / f"slowness-{os.getpid()}"
+    if kind == "fifo":
+        os.mkfifo(place)
+        repeat(fill)
+    elif kind == "flock":
+        Path(place).touch()
+        repeat(hold)
+    elif kind == "server":
+        server = socket.create_server(("127.0.0.1", 0))
+        place = str(server.getsockname()[1])
+    elif kind == "pulses":
+        repeat(pulse)
+    elif kind == "cgroup":
+        cgroup.mkdir()
+        used = _processor_seconds(pid)
+        time.sleep(2.0)
+        used = (_processor_seconds(pid) - used) / 2.0
+        (cgroup / "cpu.cfs_quota_us").write_text(str(max(1000, int(100000 * used / (1 + factor)))))
+        (cgroup / "cgroup.procs").write_text(str(pid))
+    if kind not in ("pulses", "cgroup"):
+        aside = job.folder / "aside"
+        aside.write_text(f"{kind} {seconds} {place}")
+        aside.rename(job.folder / f"inject-{rank}")
+    if kind == "server":
+        connection = server.accept()[0]
+        threading.Thread(target=answer, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if kind == "pulses":
+            time.sleep(2 * step + seconds)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        elif kind == "cgroup":
+            with suppress(ProcessLookupError):
+                (CGROUPS / "cgroup.procs").write_text(str(pid))
+            cgroup.rmdir()
+        (job.folder / f"inject-{rank}").unlink(missing_ok=True)
+
+
+def _processor_seconds(pid: int) -> float:
+    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])) / 100
+
+
+def trial(choice: random.Random, injects: bool, kinds: list[str], runs: float) -> dict[str, Any]:
+    """Run a job; return what has been injected, and the verdicts."""
+    program, kind, rank = choice.choice(PROGRAMS), choice.choice(kinds), choice.randrange(HOSTS * NPROC)
+    onset, factor = choice.uniform(5, 20), choice.uniform(0.5, 2.5)
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="sl") as folder:
+        job = Job(Path(folder), program, {})
+        step = job.step()
+        time.sleep(onset if injects else runs)
+        at, found = time.time(), []
+        if injects:
+            with slowed(job, kind, rank, step, factor):
+                at = time.time()
+                while time.time() < at + PATIENCE:
+                    time.sleep(0.3)
+                    found = [event for event in job.events() if event["kind"] == "slow"]
+                    if found:
+                        break
+                job.process.send_signal(signal.SIGINT)
+                job.process.wait(120)
+        else:
+            job.end()
+            found = [event for event in job.events() if event["kind"] == "slow"]
+    told = {"program": program, "kind": kind if injects else "", "rank": rank, "factor": round(factor, 2)}
+    for event in found[:1]:
+        told.update(after=round(event["time"] - at, 1), found=event["slowness"], message=event["message"])
+    return told
+
+
+def is_right(told: dict[str, Any], *, kind: bool = True) -> bool:
+    found = told.get("found")
+    if found is None or told["after"] < 0 or found["ranks"] != [told["rank"]]:
+        return False
+    return not kind or found["kind"] == KINDS[told["kind"]]
+
+
+def cost(jobs: int) -> None:
+    """Print the steps per second with the watch and without it."""
+    speeds: dict[str, list[float]] = {"on": [], "off": []}
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="sl") as customized:
+        patch = "import torchx_monarch.controller.slow_watch as watch\nwatch.FIRST_PACE = 1e9\n"
+        Path(customized, "sitecustomize.py").write_text(patch)
+        for _ in range(jobs):
+            for variant in speeds:
+                with tempfile.TemporaryDirectory(dir="/tmp", prefix="sl") as folder:
+                    job = Job(Path(folder), "digits", {"PYTHONPATH": customized} if variant == "off" else {})
+                    time.sleep(45)
+                    speeds[variant].append(job.end())
+    for variant, found in speeds.items():
+        print(f"watch {variant}: {spread(found, 2)} steps a second")
+    ratio = statistics.median(speeds["off"]) / statistics.median(speeds["on"])
+    print(f"slower by {100 * (ratio - 1):.2f} %")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--injected", type=int, default=20)
+    parser.add_argument("--clean", type=int, default=20)
+    parser.add_argument("--clean-seconds", type=float, default=40.0)
+    parser.add_argument("--kind", choices=KINDS, action="append")
+    parser.add_argument("--cost", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    has_cgroups = os.access(CGROUPS / "cgroup.procs", os.W_OK)
+    kinds = args.kind or [kind for kind in KINDS if kind != "cgroup" or has_cgroups]
+    choice, injected, clean = random.Random(args.seed), list[dict[str, Any]](), list[dict[str, Any]]()
+    for trials, count, injects in ((injected, args.injected, True), (clean, args.clean, False)):
+        for _ in range(count):
+            trials.append(told := trial(random.Random(choice.random()), injects, kinds, args.clean_seconds))
+            said = told.get("message", "no verdict")
+            print(
+                f"{told['program']:7} {told['kind']:7} rank {told['rank']} +{told['factor']:.0%}: "
+                f"{told.get('after')} {said}",
+                flush=True,
+            )
+    if injected:
+        within = [told for told in injected if is_right(told) and told["after"] <= 15]
+        ranks = [told for told in injected if is_right(told, kind=False)]
+        print(
+            f"injected {len(injected)}: right rank {len(ranks)}, rank and kind {sum(map(is_right, injected))}, "
+            f"of these within 15 s {len(within)}; before the onset {sum(told.get('after', 0) < 0 for told in injected)}"
+        )
+        if ranks:
+            print(f"seconds to the verdict: {spread([told['after'] for told in ranks], 1)}")
+    if clean:
+        print(f"clean {len(clean)}: false alarms {sum('found' in told for told in clean)}")
+    if args.cost:
+        cost(args.cost)
+
+
+if __name__ == "__main__":
+    main()

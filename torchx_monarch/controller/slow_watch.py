@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Watch the ranks of an attempt for what slows them, report the verdict, and act on it as the user has asked.
+
+``HangWatch`` asks the hosts for both. What is kept of a host is constant, however long the job runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import time
+from collections import deque
+from collections.abc import Mapping
+
+from torchx_monarch.controller.elastic import HostGatherer
+from torchx_monarch.controller.host_messages import ReadCollectives, TakeStacks
+from torchx_monarch.controller.hosts import JobHosts
+from torchx_monarch.insight.hangs import HostCollectives
+from torchx_monarch.insight.job_end import run_hook
+from torchx_monarch.insight.pace import (
+    MAX_PACES,
+    HostPace,
+    Pace,
+    RankPace,
+    Suspect,
+    find_suspect,
+    pace_of,
+    ranks_of,
+    share_now,
+    with_clock,
+)
+from torchx_monarch.insight.slowness import MACHINE_KINDS, Slowness, StackRound, explain
+from torchx_monarch.insight.stacks import ProcessStacks
+from torchx_monarch.insight.summary import show_duration
+
+_EVERY = 6.0
+"""Seconds between two paces; more in a job of many hosts, whose answers take replica 0 some time."""
+
+FIRST_PACE = 3.0
+"""Seconds until the first one."""
+
+_EVERY_SUSPECTED = 2.5
+"""The same while ranks may be slow."""
+
+_HOSTS_A_SECOND = 250
+
+_CALLS = 1 << 16
+"""Calls of a group of which all hosts tell together; each tells of 16 to 256."""
+
+_MAX_SUSPICIONS = 4
+"""Paces in a row after which ranks that may be slow, and are not found to be, are left alone for ``_REST`` paces."""
+
+_REST = 5
+
+_TOO_OLD = 10
+"""Paces in which nothing was done after which those before count no more."""
+
+_ROUNDS = 8
+_ROUND_EVERY = 0.15
+_STACKS_TIMEOUT = 2.0
+
+_MAX_STACKS = 2
+"""Ranks of each side whose stacks are taken in a round."""
+
+
+class SlowWatch:
+    """Find what slows the ranks of an attempt."""
+
+    def __init__(self, hosts: JobHosts, gatherer: HostGatherer) -> None:
+        self._hosts = hosts
+        self._gatherer = gatherer
+        self._reporter = hosts.reporter
+        self._hook: asyncio.Task[None] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was before, as at the beginning of an attempt, or after a pause of the watch."""
+        self._paces = deque[Pace](maxlen=MAX_PACES)
+        self._past: dict[int, RankPace] = {}
+        self._asked = 0.0
+        """When what ``_past`` has of each rank was told."""
+        self._suspect: Suspect | None = None
+        self._found: Slowness | None = None
+        self._lost = 0.0
+        self._rounds: list[StackRound] = []
+        self._suspicions = 0
+
+    def request(self) -> ReadCollectives:
+        """Return the request whose answers ``observe`` takes."""
+        self._sent = time.time()
+        calls = min(256, max(16, _CALLS // max(1, len(self._hosts.members.attempt))))
+        return ReadCollectives(False, max(1.0, self._sent - self._asked) if self._asked else _EVERY, calls)
+
+    async def observe(self, answers: Mapping[int, HostCollectives], attempt: int) -> float:
+        """Conclude from the answers of all hosts; return the seconds until the next ones are due."""
+        now, at_rest = time.time(), max(_EVERY, len(answers) / _HOSTS_A_SECOND)
+        paces = {replica: self._by_own_clock(answer.pace, now) for replica, answer in answers.items()}
+        if not paces or not all(pace.time for pace in paces.values()):
+            return at_rest
+        # In a thread: thousands of hosts have many calls.
+        pace = await asyncio.to_thread(pace_of, self._past, paces.values(), now, now - self._asked)
+        ranks = ranks_of(paces.values())
+        if pace is not None or ranks.keys() != self._past.keys() or now - self._asked > _TOO_OLD * at_rest:
+            self._past, self._asked = ranks, now
+        if pace is None:
+            return at_rest
+        self._paces.append(pace)
+        if self._found is not None and self._suspect is not None:
+            self._follow(self._suspect, self._found, pace, attempt)
+            return at_rest
+        hosts = {rank.rank: replica for replica, host in paces.items() for rank in host.ranks}
+        suspect = find_suspect(self._paces_so_far, hosts, 1)
+        if suspect is None:
+            self._suspicions, self._rounds = 0, []
+            return at_rest
+        self._suspicions += 1
+        if self._suspicions > _MAX_SUSPICIONS:
+            self._suspicions = -_REST
+        if self._suspicions <= 0:
+            return at_rest
+        began = time.monotonic()
+        await self._take_stacks(suspect, pace)
+        if slow := find_suspect(self._paces_so_far, hosts):
+            self._report(slow, hosts, attempt)
+            return at_rest
+        return max(0.1, _EVERY_SUSPECTED - (time.monotonic() - began))
+
+    @property
+    def _paces_so_far(self) -> list[Pace]:
+        return list(self._paces)
+
+    def _by_own_clock(self, pace: HostPace, now: float) -> HostPace:
+        """Return the pace of a host by the clock of this one: the host has told it between the request and now."""
+        ahead = max(0.0, pace.time - now) + min(0.0, pace.time - self._sent)
+        return with_clock(pace, ahead) if ahead else pace
+
+    async def _take_stacks(self, suspect: Suspect, pace: Pace) -> None:
+        """Take stacks of ranks that may be slow, and of those that have waited most for others, some times."""
+        by_loss = sorted(pace.lost or pace.waits, key=lambda rank: pace.lost.get(rank, 0.0))
+        suspects = (suspect.ranks or by_loss)[:_MAX_STACKS]
+        others = [rank for rank in by_loss if rank not in suspect.ranks][:_MAX_STACKS] if suspect.ranks else []
+
+        async def take(rank: int) -> list[ProcessStacks]:
+            answers, _ = await self._hosts.collect(TakeStacks(rank, save_as=""), _STACKS_TIMEOUT, [rank])
+            return [stacks for found in answers.values() for shared in found for stacks in shared.each_process()]
+
+        for _ in range(_ROUNDS):
+            taken = await asyncio.gather(*map(take, (*suspects, *others)))
+            mine, theirs = taken[: len(suspects)], taken[len(suspects) :]
+            self._rounds.append(StackRound(sum(mine, []), sum(theirs, [])))
+            await asyncio.sleep(_ROUND_EVERY)
+        del self._rounds[: -_MAX_SUSPICIONS * _ROUNDS]
+
+    def _report(self, suspect: Suspect, hosts: Mapping[int, int], attempt: int) -> None:
+        attempts = self._hosts.members.attempt
+        named = {rank: (replica, attempts[replica].host.hostname) for rank, replica in hosts.items()}
+        found = explain(suspect, self._paces_so_far, self._rounds, named)
+        found = found.shown(time.time())
+        self._suspect, self._found, self._rounds, self._suspicions = suspect, found, [], 0
+        self._lost = found.lost
+        self._reporter.report("slow", found.message, attempt=attempt, slowness=dataclasses.asdict(found))
+        spec = self._hosts.spec
+        if spec.on_slow:
+            data = {"id": spec.app, **dataclasses.asdict(found)}
+            self._hook = asyncio.ensure_future(self._run_hook(spec.on_slow, data))
+        replaces = spec.slow_hosts == "replace" and found.kind in MACHINE_KINDS
+        if replaces and found.replica is not None and (event := self._gatherer.exclude(found.replica, found.message)):
+            self._hosts.events.post(dataclasses.replace(event, saves=True))
+
+    async def _run_hook(self, command: str, data: Mapping[str, object]) -> None:
+        if failure := await asyncio.to_thread(run_hook, "on_slow", command, data, os.environ):
+            self._reporter.report("on_slow", failure)
+
+    def _follow(self, suspect: Suspect, found: Slowness, pace: Pace, attempt: int) -> None:
+        """Report the end of a slowness once it is gone."""
+        share = share_now(suspect, self._paces_so_far)
+        self._lost += share * pace.seconds
+        if not share:
+            text = f"slow no more: {found.who()}; {show_duration(self._lost)} were lost"
+            self._reporter.report("slow_end", text, attempt=attempt, lost=round(self._lost, 3))
+            self._suspect = self._found = None
