@@ -24,7 +24,7 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.backend import LocalOpts
 from torchx_monarch.backends.local.folder import lock, prune
-from torchx_monarch.backends.local.record import RoleRecord, SupervisorRecord
+from torchx_monarch.backends.local.supervision import RoleRecord, SupervisorRecord
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.replica import ReplicaRecord

@@ -26,7 +26,7 @@ from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local.record import RoleRecord, SupervisorRecord
+from torchx_monarch.backends.local.supervision import RoleRecord, SupervisorRecord
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.replica import ReplicaRecord

@@ -34,7 +34,7 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import folder, gpus
 from torchx_monarch.backends.local.backend import LocalBackend, LocalOpts
-from torchx_monarch.backends.local.request import SupervisorRequest
+from torchx_monarch.backends.local.supervision import SupervisorRequest
 from torchx_monarch.insight import events
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.role_spec import RoleSpec

@@ -18,11 +18,10 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, BindMount, InvalidRunConfigException, Resource, RetryPolicy, Role
 
 from torchx_monarch.backends.core.errors import BackendError
-from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.core.snapshot import Outcome, seconds
 from torchx_monarch.backends.core.state import pending_stop, reduce
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import seconds
 from torchx_monarch.backends.docker import native, request, snapshot
 from torchx_monarch.backends.docker.backend import DockerBackend
 from torchx_monarch.backends.docker.snapshot import DockerSnapshot

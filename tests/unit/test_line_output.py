@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.waits import WITHIN
-from torchx_monarch.backends.core.snapshot import AppSnapshot
-from torchx_monarch.backends.core.timed_line import LogQuery
+from torchx_monarch.backends.core.snapshot import AppSnapshot, LogQuery
 from torchx_monarch.host.ranks import rank_main
 from torchx_monarch.host.ranks.rank_logs import FilteredFile, LogSpace, RankLog
 from torchx_monarch.host.ranks.rank_output import OutputPipe

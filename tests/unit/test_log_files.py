@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from torchx.specs import AppDef, Role
 
 from tests.waits import WITHIN
-from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
-from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine
+from torchx_monarch.backends.core.snapshot import AppSnapshot, LogQuery, ReplicaSnapshot, RoleSnapshot, TimedLine
 from torchx_monarch.cli import logs
 from torchx_monarch.cli.logs import LogMerge
 from torchx_monarch.model.role_spec import RoleSpec

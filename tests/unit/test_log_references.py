@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchx_monarch.backends.core.snapshot import AppSnapshot
-from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine
+from torchx_monarch.backends.core.snapshot import AppSnapshot, LogQuery, TimedLine
 from torchx_monarch.host.ranks import rank_logs, rank_output
 from torchx_monarch.host.ranks.rank_logs import LogSpace, RankLog
 from torchx_monarch.host.ranks.rank_output import OutputPipe

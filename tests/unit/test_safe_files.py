@@ -217,7 +217,7 @@ _READ_LOGS = """if True:
     import argparse, contextlib, resource, sys
     from types import SimpleNamespace
     from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
-    from torchx_monarch.backends.core.timed_line import LogQuery
+    from torchx_monarch.backends.core.snapshot import LogQuery
     from torchx_monarch.cli import jobs, logs
     from torchx_monarch.model.role_spec import RoleSpec
     from torchx_monarch.model.state import State

@@ -39,7 +39,7 @@ from torchx_monarch.backends.core.errors import BackendError, StateDirError, Use
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local.record import RoleRecord, SupervisorRecord
+from torchx_monarch.backends.local.supervision import RoleRecord, SupervisorRecord
 from torchx_monarch.backends.slurm.backend import SlurmBackend, parse_jobs
 from torchx_monarch.backends.slurm.batch_step import BatchStep, last_error
 from torchx_monarch.backends.slurm.request import SlurmRequest

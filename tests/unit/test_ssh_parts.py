@@ -29,7 +29,7 @@ from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import folder
-from torchx_monarch.backends.local.record import RoleRecord, SupervisorRecord
+from torchx_monarch.backends.local.supervision import RoleRecord, SupervisorRecord
 from torchx_monarch.backends.ssh import native, workspace
 from torchx_monarch.backends.ssh.backend import SshBackend, SshSnapshot, build
 from torchx_monarch.backends.ssh.in_job import entry

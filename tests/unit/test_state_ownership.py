@@ -25,7 +25,7 @@ from torchx_monarch.backends.core.errors import RemoveError, StateAccessError, S
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import submit
 from torchx_monarch.backends.local.backend import LocalBackend, LocalOpts
-from torchx_monarch.backends.local.record import SupervisorRecord
+from torchx_monarch.backends.local.supervision import SupervisorRecord
 from torchx_monarch.backends.slurm.backend import SlurmBackend
 from torchx_monarch.cli import main, prune
 from torchx_monarch.insight import events

@@ -15,8 +15,7 @@ import pytest
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.state import HOST_EXTRA
-from torchx_monarch.backends.local.record import SupervisorRecord
-from torchx_monarch.backends.local.request import RoleRequest, SupervisorRequest
+from torchx_monarch.backends.local.supervision import RoleRequest, SupervisorRecord, SupervisorRequest
 from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec, WorkloadKind

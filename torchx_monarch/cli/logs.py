@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.backends.core.snapshot import AppSnapshot
-from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.backends.core.snapshot import AppSnapshot, TimedLine
 from torchx_monarch.cli.arguments import add_handle, rank_list, since
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import print_record

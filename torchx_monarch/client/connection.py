@@ -81,7 +81,7 @@ def _parsed(text: str, source: str) -> Address:
 
 
 def _on_this_machine(handle: str, app_id: str, role: str, runner: Runner | None) -> Address:
-    from torchx_monarch.backends.local.request import SupervisorRequest  # needed for apps of this machine alone
+    from torchx_monarch.backends.local.supervision import SupervisorRequest  # needed for apps of this machine alone
 
     try:
         app = SupervisorRequest.load(state_files.app_paths(app_id)) if state_files.is_app_id(app_id) else None

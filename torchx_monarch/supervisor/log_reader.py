@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterator
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine
+from torchx_monarch.backends.core.snapshot import LogQuery, TimedLine
 from torchx_monarch.supervisor.log_files import CHUNK, INDEX, LOG, RECORD, STREAMS
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.line_output import LineOutput, LineReader

@@ -23,9 +23,8 @@ from torchx_monarch.backends.aws_batch.request import AWSBatchOpts, BatchJob, ch
 from torchx_monarch.backends.aws_batch.snapshot import BatchSnapshot, Results
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
 from torchx_monarch.backends.core.errors import SubmittedAlreadyError
-from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.core.snapshot import Outcome, TimedLine
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.host_result import verified
 from torchx_monarch.model.state import State

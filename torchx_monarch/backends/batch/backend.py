@@ -39,11 +39,10 @@ from torchx_monarch.backends.core.errors import (
     UserError,
 )
 from torchx_monarch.backends.core.options import safe_name
-from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.core.snapshot import Outcome, TimedLine
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.local.folder import remove_app
-from torchx_monarch.backends.local.request import RoleRequest
+from torchx_monarch.backends.local.supervision import RoleRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.env_names import JOB_VARIABLES

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local.record import SupervisorRecord
-from torchx_monarch.backends.local.request import RoleRequest
+from torchx_monarch.backends.local.supervision import RoleRequest, SupervisorRecord
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.role_spec import RoleSpec
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
-from torchx_monarch.backends.local.record import SupervisorRecord
+from torchx_monarch.backends.local.supervision import SupervisorRecord
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 

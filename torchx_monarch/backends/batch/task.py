@@ -19,8 +19,7 @@ from torchx_monarch.backends.batch.snapshot import QueuedJob, read_app
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import SETTLE, count_restarts, pending_stop, reduce
-from torchx_monarch.backends.local.record import SupervisorRecord
-from torchx_monarch.backends.local.request import SupervisorRequest
+from torchx_monarch.backends.local.supervision import SupervisorRecord, SupervisorRequest
 from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
 from torchx_monarch.insight.job_end import JobEnd

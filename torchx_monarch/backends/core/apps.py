@@ -14,9 +14,8 @@ from torchx.schedulers.api import Stream
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.backend import Backend, Cfg, LogQuery
 from torchx_monarch.backends.core.errors import BackendError, UserError
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, TimedLine
 from torchx_monarch.backends.core.state import HOST_EXTRA, AppStatus, reduce
-from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.model.state import State
 
 _END_EXTRA = 30.0

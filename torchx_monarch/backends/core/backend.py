@@ -21,10 +21,9 @@ from torchx.workspace import WorkspaceMixin
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import StateAccessError
 from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, run_options
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, TimedLine
+from torchx_monarch.backends.core.snapshot import LogQuery as LogQuery
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import LogQuery as LogQuery
-from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.env_names import replica0_variable
 

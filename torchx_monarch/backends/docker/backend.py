@@ -24,10 +24,9 @@ from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import SubmitError, UserError
-from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.core.snapshot import Outcome, TimedLine, seconds
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import TimedLine, seconds
 from torchx_monarch.backends.docker import native
 from torchx_monarch.backends.docker.native import DaemonError, answering, map_concurrently
 from torchx_monarch.backends.docker.request import LABEL_APP, DockerOpts, render

@@ -18,7 +18,7 @@ from docker.errors import DockerException, NotFound
 from docker.models.containers import Container
 
 from torchx_monarch.backends.core.errors import BackendError
-from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine, seconds
+from torchx_monarch.backends.core.snapshot import LogQuery, TimedLine, seconds
 from torchx_monarch.system.line_output import LineReader
 
 _MAX_THREADS = 128

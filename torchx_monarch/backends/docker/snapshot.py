@@ -17,9 +17,15 @@ from docker.errors import DockerException
 from docker.models.containers import Container
 from torchx.schedulers.docker_scheduler import LABEL_REPLICA_ID, LABEL_ROLE_NAME, NETWORK
 
-from torchx_monarch.backends.core.snapshot import STOP_CODES, AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.snapshot import (
+    STOP_CODES,
+    AppSnapshot,
+    Outcome,
+    ReplicaSnapshot,
+    RoleSnapshot,
+    seconds,
+)
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import seconds
 from torchx_monarch.backends.docker import request
 from torchx_monarch.backends.docker.native import environment, map_concurrently, read_file
 from torchx_monarch.insight import events

@@ -20,9 +20,8 @@ from torchx.specs import AppDef
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
-from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.core.snapshot import Outcome, TimedLine, nanoseconds
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import TimedLine, nanoseconds
 from torchx_monarch.backends.kubernetes import request, snapshot
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.request import (

@@ -10,9 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchx_monarch.backends.core.snapshot import STOP_CODES, AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.snapshot import (
+    STOP_CODES,
+    AppSnapshot,
+    Outcome,
+    ReplicaSnapshot,
+    RoleSnapshot,
+    seconds,
+)
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import seconds
 from torchx_monarch.backends.kubernetes.request import (
     ANNOTATION_APP,
     ANNOTATION_ENDED,

@@ -17,12 +17,10 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import BackendError, RemoveError, StateAccessError, UserError
 from torchx_monarch.backends.core.options import MonarchOpts, QueueOpts, check_queue, safe_name
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot, TimedLine
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.local import folder, gpus, machine_queue, submit
-from torchx_monarch.backends.local.record import SupervisorRecord
-from torchx_monarch.backends.local.request import RoleRequest, SupervisorRequest
+from torchx_monarch.backends.local.supervision import RoleRequest, SupervisorRecord, SupervisorRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import Outcome
-from torchx_monarch.backends.local.record import SupervisorRecord
-from torchx_monarch.backends.local.request import SupervisorRequest
+from torchx_monarch.backends.local.supervision import SupervisorRecord, SupervisorRequest
 from torchx_monarch.model.state import State
 from torchx_monarch.system import processes, run_dirs, safe_files
 from torchx_monarch.system.processes import ProcessIdentity

@@ -19,8 +19,7 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import StateDirError, SubmitError, SubmittedAlreadyError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.local import folder
-from torchx_monarch.backends.local.record import SupervisorRecord
-from torchx_monarch.backends.local.request import SupervisorRequest
+from torchx_monarch.backends.local.supervision import SupervisorRecord, SupervisorRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.env_names import JOB_VARIABLES
 from torchx_monarch.model.state import State

@@ -19,8 +19,7 @@ import time
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import folder
-from torchx_monarch.backends.local.record import SupervisorRecord
-from torchx_monarch.backends.local.request import SupervisorRequest
+from torchx_monarch.backends.local.supervision import SupervisorRecord, SupervisorRequest
 from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
 from torchx_monarch.system import processes

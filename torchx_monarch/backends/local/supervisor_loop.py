@@ -32,8 +32,7 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnap
 from torchx_monarch.backends.core.state import MAX_HOST_DELAY, SETTLE, count_restarts, reduce
 from torchx_monarch.backends.local import folder, gpus
 from torchx_monarch.backends.local.machine_queue import POLL, MachineQueue, Ticket
-from torchx_monarch.backends.local.record import SupervisorRecord
-from torchx_monarch.backends.local.request import SupervisorRequest
+from torchx_monarch.backends.local.supervision import SupervisorRecord, SupervisorRequest
 from torchx_monarch.insight import events
 from torchx_monarch.insight.job_end import JobEnd
 from torchx_monarch.model import backoff, job_result

@@ -25,7 +25,7 @@ from torchx_monarch.backends.batch.snapshot import BatchSnapshot, QueuedJob
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local.record import SupervisorRecord
+from torchx_monarch.backends.local.supervision import SupervisorRecord
 from torchx_monarch.backends.slurm import render
 from torchx_monarch.backends.slurm.render import SlurmOpts
 from torchx_monarch.backends.slurm.request import SlurmRequest

@@ -24,7 +24,7 @@ from torchx_monarch.backends.batch.task import APP_ID, read_request_or_exit
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, count_restarts, pending_stop, reduce
-from torchx_monarch.backends.local.record import SupervisorRecord
+from torchx_monarch.backends.local.supervision import SupervisorRecord
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.env_names import replica0_variable

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.batch.folder import BatchRequest
-from torchx_monarch.backends.local.request import RoleRequest
+from torchx_monarch.backends.local.supervision import RoleRequest
 
 _STARTER = (sys.executable, "-I", "-S", entrypoint.__file__)
 """The command that starts what runs in the job, without its arguments: the batch step has the submitter's Python."""

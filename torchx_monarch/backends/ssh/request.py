@@ -14,7 +14,7 @@ from torchx.specs import AppDef
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.options import AvoidOpts, NetworkOpts, QueueOpts, safe_name
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local.request import RoleRequest, SupervisorRequest
+from torchx_monarch.backends.local.supervision import RoleRequest, SupervisorRequest
 from torchx_monarch.backends.ssh import workspace
 from torchx_monarch.backends.ssh.in_job.wire import Layout
 from torchx_monarch.backends.ssh.native import ssh_arguments

@@ -20,10 +20,9 @@ from datetime import datetime, timezone
 from typing import Any
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.core.snapshot import Outcome
-from torchx_monarch.backends.core.timed_line import LogQuery
+from torchx_monarch.backends.core.snapshot import LogQuery, Outcome
 from torchx_monarch.backends.local import folder, gpus, machine_queue
-from torchx_monarch.backends.local.request import SupervisorRequest
+from torchx_monarch.backends.local.supervision import SupervisorRequest
 from torchx_monarch.backends.ssh.in_job.wire import MAX_LINES, PYTHON_FILE, READY, FoundReplica, Place
 from torchx_monarch.code_sync.manifest import Tree
 from torchx_monarch.code_sync.upload import Upload, UploadError, copy

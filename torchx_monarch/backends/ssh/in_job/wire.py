@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torchx_monarch.backends.core.snapshot import Outcome
-from torchx_monarch.backends.local.record import SupervisorRecord
+from torchx_monarch.backends.local.supervision import SupervisorRecord
 from torchx_monarch.insight.events import Event
 from torchx_monarch.model.codec import Seconds
 
