@@ -10,7 +10,6 @@ import contextlib
 import copy
 import logging
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -179,14 +178,10 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
             window["startTime"] = int(query.since.timestamp() * 1000)
         if query.until is not None:
             window["endTime"] = int(query.until.timestamp() * 1000) + 1  # GetLogEvents excludes endTime itself
-        at, token, ended_at = 0, "", 0.0
-        while True:
+        at, token = 0, ""
+        for _ in query.reads(POLL, _DELAY):
             latest = query.latest() if query.follow else app
             found = snapshot.streams(latest.job, latest.nodes.get(index, {})) if latest else []
-            # Ask before reading: every line written before the end is then still read.
-            if not ended_at and (not query.follow or query.has_ended()):
-                ended_at = time.monotonic()
-            last = not query.follow or (ended_at > 0 and time.monotonic() >= ended_at + _DELAY)
             while at < len(found):
                 before = token
                 page, token = self._page(found[at], token, window, query.tail)
@@ -196,9 +191,6 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
                     if at + 1 == len(found):
                         break
                     at, token = at + 1, ""
-            if last:
-                return
-            time.sleep(POLL)
 
     def _page(
         self, stream: tuple[str, str], token: str, window: dict[str, int], tail: int

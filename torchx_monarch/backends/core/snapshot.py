@@ -7,9 +7,11 @@ Standard library only: the local supervisor and Slurm's batch step import this m
 
 from __future__ import annotations
 
+import math
 import re
 import signal
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
@@ -255,6 +257,22 @@ class LogQuery(Generic[S]):
     follow: bool = False
     latest: Callable[[], S | None] = field(default=lambda: None)
     has_ended: Callable[[], bool] = field(default=lambda: True)
+
+    def reads(self, poll: float, settle: float = 0.0) -> Iterator[bool]:
+        """Yield before each read of the log whether it is the last one; a log that is followed is read again and again.
+
+        The end is asked for before the read: what was written just before it is then read, too.
+
+        Args:
+            poll: seconds between two reads.
+            settle: seconds after the end in which lines may still arrive.
+        """
+        last_at, is_last = math.inf if self.follow else 0.0, False
+        while not is_last:
+            if last_at == math.inf and self.has_ended():
+                last_at = time.monotonic() + settle
+            yield (is_last := time.monotonic() >= last_at)
+            time.sleep(0 if is_last else poll)
 
 
 def nanoseconds(text: str) -> int:

@@ -7,7 +7,6 @@ import contextlib
 import io
 import os
 import tarfile
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -107,23 +106,18 @@ def log_lines(container: Container, query: LogQuery[Any]) -> Iterator[TimedLine]
     stop = query.until.timestamp() if query.until is not None else None
     tail: int | str = query.tail or "all"
     streams = {"stdout": query.stream != "stderr", "stderr": query.stream != "stdout"}
-    while True:
-        # Ask before the read: output written just before the app's end is then read, too.
-        last = not query.follow or query.has_ended()
+    for is_last in query.reads(_POLL):
         options: dict[str, float] = {"since": start} if start > 0 else {}
         if stop is not None:
             options["until"] = stop
         try:
-            chunks = container.logs(timestamps=True, stream=True, follow=not last, tail=tail, **streams, **options)
+            chunks = container.logs(timestamps=True, stream=True, follow=not is_last, tail=tail, **streams, **options)
             with contextlib.closing(chunks):
                 latest = yield from _lines(chunks)
         except NotFound:
             return  # deleted meanwhile
-        if last:
-            return
         if latest:
             start, tail = max(start, latest + 1e-6), "all"  # the resolution of dockerd's ``since``
-        time.sleep(_POLL)
 
 
 def _lines(chunks: Iterable[bytes]) -> Generator[TimedLine, None, float]:

@@ -163,15 +163,13 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         path = collection("v1", "Pod", app.objects.namespace)
         read: dict[str, int] = {}
         ended: set[str] = set()
-        while True:
-            # Ask before reading: every line written before the end is then still read.
-            final = not query.follow or query.has_ended()
+        for is_last in query.reads(_LOG_POLL):
             latest = query.latest() if query.follow else None
             for attempt in (latest or app).attempts[role, replica]:
                 if attempt.name in ended:
                     continue
                 options = {"timestamps": "true", "container": attempt.container}
-                if not final and attempt.is_running:
+                if not is_last and attempt.is_running:
                     options["follow"] = "true"
                 if query.tail and attempt.name not in read:
                     options["tailLines"] = str(query.tail)
@@ -183,9 +181,6 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
                     yield TimedLine(stamp / 1e9, text)
                 if not attempt.is_running:
                     ended.add(attempt.name)
-            if final:
-                return
-            time.sleep(_LOG_POLL)
 
     def _lines_of_pod(self, path: str, start: int, options: dict[str, str]) -> Iterator[tuple[int, str]]:
         if start:  # the server accepts whole seconds only
