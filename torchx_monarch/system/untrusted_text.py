@@ -12,7 +12,9 @@ def one_line(text: str, limit: int = 0) -> str:
     """Escape a text, or the first ``limit`` characters of it, so that it fits on one line."""
     if limit and len(text) > limit:
         text = text[:limit] + "..."
-    return text if text.isprintable() else "".join(map(_escape, text))
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def lines(text: str) -> list[str]:
@@ -23,7 +25,3 @@ def lines(text: str) -> list[str]:
 def printable(text: str) -> str:
     """Escape a text, but keep its line feeds and tabs."""
     return "\n".join(lines(text)) if text else ""
-
-
-def _escape(character: str) -> str:
-    return character if character.isprintable() else repr(character)[1:-1]

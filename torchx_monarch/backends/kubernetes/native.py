@@ -189,7 +189,11 @@ class Api:
                     return answer
                 failure = self._refused(method, path, answer)
             except urllib3.exceptions.HTTPError as error:
-                failure = self._unreachable(error)
+                failure = KubernetesError(
+                    f"the cluster at {self.host}, which the kubeconfig names, cannot be reached: "
+                    f"{getattr(error, 'reason', None) or error}. Does it run, and is KUBECONFIG or the context the "
+                    "right one?"
+                )
             failure.is_repeated = attempt > 0
             if wait is None or failure.status not in (0, 429, 500, 502, 503, 504):
                 raise failure
@@ -214,10 +218,3 @@ class Api:
         if answer.status in (401, 403):
             message += " (see the user, credentials and rights of the kubeconfig)"
         return KubernetesError(f"the cluster at {self.host} refuses: {message}", answer.status)
-
-    def _unreachable(self, error: urllib3.exceptions.HTTPError) -> KubernetesError:
-        why = getattr(error, "reason", None) or error
-        return KubernetesError(
-            f"the cluster at {self.host}, which the kubeconfig names, cannot be reached: {why}. Does it run, and is "
-            "KUBECONFIG or the context the right one?"
-        )

@@ -270,7 +270,11 @@ class Attempt:
         result, earlier = map(HostResult.from_text, (ends[0].get("message"), ends[1].get("message")))
         self.rank_restarts = result.rank_restarts + earlier.rank_restarts
         self.error = error_files.cleaned(ended["message"]) if result.names_cause else ""
-        disruption = _disruption(status, conditions)
+        disruption = ""
+        if status.get("reason"):  # Evicted, NodeLost, DeadlineExceeded, UnexpectedAdmissionError ...
+            disruption = f"was ended by its node ({_reason(status)})"
+        elif _holds(conditions, "DisruptionTarget"):
+            disruption = f"was taken away by Kubernetes ({_reason(conditions['DisruptionTarget'])})"
         has_cause = disruption or self.error or ended.get("reason") == "OOMKilled"
         self.was_deleted = is_deleted and self.exit_code in STOP_CODES and not has_cause
         place = f"on node {spec['nodeName']} " if spec.get("nodeName") else ""
@@ -296,14 +300,6 @@ def _waiting(conditions: Mapping[str, Object], waiting: Object, since: float) ->
     if waiting.get("reason", "").startswith(_NOT_STARTED):
         return _reason(waiting), since
     return "", 0.0
-
-
-def _disruption(status: Object, conditions: Mapping[str, Object]) -> str:
-    if status.get("reason"):  # Evicted, NodeLost, DeadlineExceeded, UnexpectedAdmissionError ...
-        return f"was ended by its node ({_reason(status)})"
-    if _holds(conditions, "DisruptionTarget"):
-        return f"was taken away by Kubernetes ({_reason(conditions['DisruptionTarget'])})"
-    return ""
 
 
 def _failure(ended: Object, container: Object, runs_host: bool) -> str:

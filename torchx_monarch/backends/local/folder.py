@@ -170,13 +170,8 @@ def remove_app(paths: state_files.SupervisorPaths) -> None:
     run_dirs.remove_tree(trash)
 
 
-def make_run_dir(paths: state_files.AppPaths) -> str:
-    """Return the folder for the app's sockets: inside the app's folder, or elsewhere if that path is too long."""
-    return paths.run if len(os.fsencode(paths.run)) <= run_dirs.MAX_RUN_DIR else run_dirs.new_run_dir()
-
-
 def remove_run_dir(paths: state_files.SupervisorPaths, run_dir: str) -> None:
-    """Remove a folder that ``make_run_dir`` has returned; leave any other folder alone."""
+    """Remove an app's folder for sockets (``submit``); leave any other folder alone."""
     if run_dir == paths.run or os.path.basename(run_dir).startswith(run_dirs.RUN_PREFIX):
         run_dirs.remove_tree(run_dir)
     run_dirs.remove_left_memory()  # of hosts that were killed

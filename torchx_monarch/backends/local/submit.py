@@ -23,7 +23,7 @@ from torchx_monarch.backends.local.supervision import SupervisorRecord, Supervis
 from torchx_monarch.insight import events
 from torchx_monarch.model.env_names import JOB_VARIABLES
 from torchx_monarch.model.state import State
-from torchx_monarch.system import processes, safe_files
+from torchx_monarch.system import processes, run_dirs, safe_files
 
 #: Seconds in which a supervisor must report that it runs; it takes a few hundredths of one.
 _START_TIMEOUT = 60.0
@@ -82,7 +82,8 @@ def _make_folder(
         undo.callback(folder.remove_app, paths)
         lock = folder.lock(paths)
         undo.callback(os.close, lock)
-        run_dir = folder.make_run_dir(paths)
+        is_short = len(os.fsencode(paths.run)) <= run_dirs.MAX_RUN_DIR
+        run_dir = paths.run if is_short else run_dirs.new_run_dir()
         undo.callback(folder.remove_run_dir, paths, run_dir)
         request = replace(request, run_dir=run_dir, job=f"{request.app_id}:{secrets.token_hex(8)}")
         record = SupervisorRecord.new(request, created, os.uname().nodename)

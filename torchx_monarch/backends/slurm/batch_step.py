@@ -201,7 +201,11 @@ class BatchStep:
         state = (_run("squeue", "-h", "-o", "%T", "-j", self._record.app_id) or "").split()[:1]
         if self._is_stopping:
             if self._request.requeue and state == ["RUNNING"]:  # else Slurm itself may be about to queue it again
-                return self._requeue()
+                self._event("requeue", f"{self._how_stopped()}; the job goes back into the queue")
+                if _run("scontrol", "requeue", self._record.app_id) is not None:
+                    time.sleep(_REQUEUE_TIMEOUT)
+                reason = f"the job could not be queued again (see {self._folder.job_log})"
+                return self._finish(State.FAILED, f"{self._how_stopped()}; {reason}", 1)
             self._record.outside = True
             return self._finish(State.FAILED, self._how_stopped(), 128 + signal.SIGTERM)
         # When a node is lost, Slurm queues the job again and ends its steps, perhaps before SIGTERM comes here.
@@ -214,13 +218,6 @@ class BatchStep:
         record = self._folder.replica(self._request.roles[0].spec.name, 0).load_record()
         said = HostResult.from_text(record.roles[0].replicas[0].error).reason if record is not None else ""
         return f"told to stop by Slurm: {said}" if said else "told to stop by Slurm"
-
-    def _requeue(self) -> int:
-        self._event("requeue", f"{self._how_stopped()}; the job goes back into the queue")
-        if _run("scontrol", "requeue", self._record.app_id) is not None:
-            time.sleep(_REQUEUE_TIMEOUT)
-        message = f"{self._how_stopped()}; the job could not be queued again (see {self._folder.job_log})"
-        return self._finish(State.FAILED, message, 1)
 
     # -- the record ----------------------------------------------------------------------------------------------------
 

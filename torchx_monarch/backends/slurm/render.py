@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torchx.schedulers.devices import get_device_mounts
@@ -101,8 +101,12 @@ def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) 
     )
     components = [shared] if (shared := _share_allocation(roles)) else [role.sbatch for role in roles]
     job_options = _job_options(app, options, path, requeue)
-    submit_args = shlex.split(options.submit_args)
-    request.commands.append(_sbatch(path, [{**job_options, **component} for component in components], submit_args))
+    # On the command line, because variables such as SBATCH_PARTITION override options in the script, and because the
+    # script's quoting rules differ between versions of Slurm.
+    words = ["sbatch", "--parsable", "--export=ALL"]
+    for index, component in enumerate(components):
+        words += [":"] * (index > 0) + option_words({**job_options, **component}) + shlex.split(options.submit_args)
+    request.commands.append([*words, os.path.join(path, "job.sh")])
     return request
 
 
@@ -133,18 +137,6 @@ def _share_allocation(roles: Sequence[SlurmRole]) -> dict[str, str | None]:
         role.srun["relative"] = str(nodes)
         nodes += role.spec.replicas
     return options
-
-
-def _sbatch(folder: str, components: Sequence[Mapping[str, str | None]], submit_args: Sequence[str]) -> list[str]:
-    """Return the sbatch command.
-
-    Options are on the command line because variables such as SBATCH_PARTITION override those in the script, and because
-    the script's quoting rules differ between versions of Slurm.
-    """
-    words = ["sbatch", "--parsable", "--export=ALL"]
-    for index, options in enumerate(components):
-        words += [":"] * (index > 0) + [*option_words(options), *submit_args]
-    return [*words, os.path.join(folder, "job.sh")]
 
 
 def _job_options(app: AppDef, cfg: SlurmOpts, path: str, requeue: bool) -> dict[str, str | None]:
@@ -199,7 +191,9 @@ def _role(role: Role, spec: RoleSpec, gres: str | None, cfg: SlurmOpts, job: str
         sbatch["gres"] = srun["gres"] = gres
     rendered = RoleRequest.of(role, spec, role.image)
     if cfg.container is None:
-        _warn_of_unused_image(role)
+        if role.image and not os.path.isdir(role.image) and not is_default_image(role.image):
+            unused = f"the image {role.image} is not used"
+            _log.warning("role %r: %s: -cfg container=pyxis runs containers", role.name, unused)
     else:
         rendered.cwd = os.path.abspath(cfg.job_dir) if cfg.job_dir and role.workspace else os.getcwd()
         srun.update(_container(role, rendered.cwd, job))
@@ -243,9 +237,3 @@ def _enroot_name(role: Role) -> str:
     if "#" in image or "://" in image or not slash or not (re.search("[.:]", registry) or registry == "localhost"):
         return image
     return f"{registry}#{name}"
-
-
-def _warn_of_unused_image(role: Role) -> None:
-    if role.image and not os.path.isdir(role.image) and not is_default_image(role.image):
-        unused = f"the image {role.image} is not used"
-        _log.warning("role %r: %s: -cfg container=pyxis runs containers", role.name, unused)

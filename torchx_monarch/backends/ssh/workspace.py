@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import logging
 import os
 import tempfile
@@ -54,12 +55,19 @@ def send(projects: Mapping[str, str], connections: Mapping[str, MachineConnectio
         return ""
     from torchx_monarch.code_sync.scan import ScanError, scan_and_send
 
-    def send_tree(tree: Tree) -> None:
-        at_once(lambda name: _send_tree(root, tree, connections[name]), connections, needs_all=True)
+    def send_to(name: str, tree: Tree) -> None:
+        ask = functools.partial(connections[name].ask, may_reconnect=False)
+        missing = ask("expect_code", digests=list(tree.contents))
+        with tempfile.TemporaryFile() as file:
+            pack(root, tree, missing, file)
+            while piece := file.read(PIECE):
+                ask("take_code", piece=base64.b64encode(piece).decode())
 
     with _merged(projects) as root:
         try:
-            return scan_and_send(root, send_tree)
+            return scan_and_send(
+                root, lambda tree: at_once(lambda name: send_to(name, tree), connections, needs_all=True)
+            )
         except (ScanError, OSError) as error:
             raise UserError(f"{error} (or take no workspace along: --workspace '')") from None
 
@@ -75,11 +83,3 @@ def _merged(projects: Mapping[str, str]) -> Iterator[str]:
             os.makedirs(os.path.join(folder, target), exist_ok=True)
         Workspace(dict(projects)).merge_into(folder)
         yield folder
-
-
-def _send_tree(root: str, tree: Tree, connection: MachineConnection) -> None:
-    missing = connection.ask("expect_code", may_reconnect=False, digests=list(tree.contents))
-    with tempfile.TemporaryFile() as file:
-        pack(root, tree, missing, file)
-        while piece := file.read(PIECE):
-            connection.ask("take_code", may_reconnect=False, piece=base64.b64encode(piece).decode())

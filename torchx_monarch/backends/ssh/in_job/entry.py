@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -111,7 +112,8 @@ class Code:
     def check_out(self, tree_hash: str, folder: str) -> None:
         """Make a folder with a workspace that was received."""
         self._store()
-        self._trees[tree_hash].write(folder, self._content)
+        read = functools.partial(safe_files.read_file, limit=1 << 40)
+        self._trees[tree_hash].write(folder, lambda digest: read(self._path(digest)))
 
     def _store(self) -> None:
         """Store the upload that has arrived."""
@@ -125,9 +127,6 @@ class Code:
 
     def _path(self, digest: str) -> str:
         return os.path.join(self._folder, digest)
-
-    def _content(self, digest: str) -> bytes:
-        return safe_files.read_file(self._path(digest), limit=1 << 40)
 
     def _has(self, digest: str) -> bool:
         """Return whether a content is here as it was sent: a machine that lost its power may have lost some of it."""
