@@ -250,12 +250,7 @@ class Replica:
             os.close(file)
         # A stopped process handles SIGTERM only after SIGCONT: systemd and Slurm send both as well.
         for number in (signal.SIGTERM, signal.SIGCONT):
-            for host in hosts:
-                with contextlib.suppress(OSError):
-                    os.kill(host, number)
-            if not hosts:
-                with contextlib.suppress(OSError):
-                    os.killpg(pid, number)
+            processes.kill(hosts or [-pid], number)
 
     def kill(self) -> None:
         """Kill the replica and all that it has started."""

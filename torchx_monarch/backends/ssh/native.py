@@ -238,18 +238,15 @@ def at_once(
     Raises:
         SshError: a machine refuses, none is reached, or with ``needs_all``, one is not; after all calls have ended.
     """
-
-    def result_of(machine: str) -> R | SshError:
-        try:
-            return call(machine)
-        except SshError as error:
-            return error
-
+    answers, lost = dict[str, R](), dict[str, SshError]()
     with ThreadPoolExecutor(_MAX_THREADS) as pool:
-        results = dict(zip(machines, pool.map(result_of, machines), strict=True))
-    answers = {machine: result for machine, result in results.items() if not isinstance(result, SshError)}
-    lost = {machine: result for machine, result in results.items() if isinstance(result, SshError)}
-    for error in lost.values():
-        if needs_all or not answers or isinstance(error, RefusedOrderError):
-            raise error
+        calls = {machine: pool.submit(call, machine) for machine in machines}
+    for machine, ended in calls.items():
+        try:
+            answers[machine] = ended.result()
+        except SshError as error:
+            lost[machine] = error
+    for reason in lost.values():
+        if needs_all or not answers or isinstance(reason, RefusedOrderError):
+            raise reason
     return answers, lost
