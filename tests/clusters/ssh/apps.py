@@ -130,7 +130,7 @@ class Apps(QueuePlace):
         root = self.machines[self.hosts[0]].path(STATE) / "apps" / place
         assert root.stat().st_mode & 0o77 == 0
         request = json.loads((root / "request.json").read_text())
-        return request["roles"][0]["replicas"][0]["env"]["MONARCH_CREDENTIALS"], str(self.machines.processes())
+        return request["roles"][0]["env"]["MONARCH_CREDENTIALS"], str(self.machines.processes())
 
     def files(self) -> list[str]:
         """Return the folders of replicas in the state folders of the machines."""
