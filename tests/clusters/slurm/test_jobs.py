@@ -64,24 +64,14 @@ def test_roles_are_components_and_a_sidecar_ends_with_the_others(apps: Apps) -> 
     assert apps.mine() == [("app", AppState.SUCCEEDED)]
 
 
-def test_failing_role_ends_the_others(apps: Apps) -> None:
-    handle = apps.run(sh("sleep 1000", name="main"), sh("echo no; exit 3", name="helper"))
-    status = apps.wait(handle, AppState.FAILED)
-    assert status.msg.startswith("replica helper/0 ") and "exited with code 3" in status.msg
-    assert set(apps.states(handle).values()) == {AppState.FAILED}  # hosts of all roles end together
-
-
-def test_role_is_started_again_while_the_others_live(apps: Apps, tmp_path: Path) -> None:
-    flag = tmp_path / "flag"
-    again = sh(f"test -e {flag} && exec sleep 1000; touch {flag}; exit 3", name="again", max_retries=1)
-    again.retry_policy = RetryPolicy.ROLE
-    handle = apps.run(sh("sleep 1000", name="main"), again)
-    apps.wait_for_output(handle, "restart 1", role="again")
-    apps.until(
-        lambda: [role.replicas[0].state for role in apps.status(handle).roles] == [AppState.RUNNING] * 2, "both", handle
-    )
-    assert apps.status(handle).num_restarts == 1
-    assert "restart" not in apps.output(handle, role="main")
+def test_a_job_whose_dependency_is_never_satisfied_has_failed(apps: Apps) -> None:
+    first = apps.run(sh("exit 1"), name="first")
+    apps.wait(first, AppState.FAILED)
+    handle = apps.run(sh("true"), submit_args=f"--dependency=afterok:{first.rpartition('/')[2]}")
+    assert apps.wait(handle, AppState.FAILED).msg == "the job can never start: DependencyNeverSatisfied"
+    apps.runner.cancel(handle)
+    job_id = handle.rpartition("/")[2]
+    apps.until(lambda: apps.slurm_state(job_id) == "CANCELLED", "an empty queue", handle)
 
 
 def test_an_app_of_500_replicas(apps: Apps) -> None:
