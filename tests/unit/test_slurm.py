@@ -41,8 +41,7 @@ from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.supervision import RoleRecord, SupervisorRecord
 from torchx_monarch.backends.slurm.backend import SlurmBackend, parse_jobs
-from torchx_monarch.backends.slurm.batch_step import BatchStep, last_error
-from torchx_monarch.backends.slurm.request import SlurmRequest
+from torchx_monarch.backends.slurm.batch_step import BatchStep, SlurmRequest, last_error
 from torchx_monarch.components import ft
 from torchx_monarch.model import codec
 from torchx_monarch.model.role_spec import RoleSpec

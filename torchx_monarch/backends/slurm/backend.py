@@ -27,8 +27,8 @@ from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.supervision import SupervisorRecord
 from torchx_monarch.backends.slurm import render
+from torchx_monarch.backends.slurm.batch_step import SlurmRequest
 from torchx_monarch.backends.slurm.render import SlurmOpts
-from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 

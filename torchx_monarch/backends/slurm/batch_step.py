@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What runs on a job's first node: ``entrypoint.py slurm.batch_step FOLDER``. Standard library only.
+"""The request of a job, and what runs on its first node: ``entrypoint.py slurm.batch_step FOLDER``.
 
-It starts a step (srun) for each role, whose tasks run the replicas (``batch.task``), and owns the app: when
-``core.state`` has decided how it ends, the batch step asks the tasks that are left to stop. It records the result, and
-puts the job back into the queue where that is asked for. SIGTERM comes from Slurm: a time limit, a preemption, scancel.
+Standard library only. The batch step starts a step (srun) for each role, whose tasks run the replicas (``batch.task``),
+and owns the app: when ``core.state`` has decided how it ends, the batch step asks the tasks that are left to stop. It
+records the result, and puts the job back into the queue where that is asked for. SIGTERM comes from Slurm: a time
+limit, a preemption, scancel.
+
+Only the owner can read request.json, and it holds the commands and environments. On a command line or in the batch
+script they would be visible to all users of the node or of the accounting database.
 """
 
 from __future__ import annotations
@@ -12,20 +16,22 @@ import contextlib
 import os
 import re
 import select
+import shlex
 import signal
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torchx_monarch.backends.batch.folder import JobFolder
+from torchx_monarch.backends import entrypoint
+from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob, read_app, read_replica
 from torchx_monarch.backends.batch.task import APP_ID, read_request_or_exit
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, count_restarts, pending_stop, reduce
-from torchx_monarch.backends.local.supervision import SupervisorRecord
-from torchx_monarch.backends.slurm.request import SlurmRequest
+from torchx_monarch.backends.local.supervision import RoleRequest, SupervisorRecord
 from torchx_monarch.insight import events
 from torchx_monarch.model.env_names import replica0_variable
 from torchx_monarch.model.host_result import HostResult
@@ -33,6 +39,9 @@ from torchx_monarch.model.job_result import shell_code
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.system import processes, safe_files
+
+_STARTER = (sys.executable, "-I", "-S", entrypoint.__file__)
+"""The command that starts what runs in the job, without its arguments: the batch step has the submitter's Python."""
 
 _STOP_EXTRA = HOST_EXTRA + 10.0
 """Seconds beyond the grace period after which steps that have not stopped are killed."""
@@ -53,6 +62,61 @@ _AFTERWARDS = re.compile(
     r"Exited with exit code|^(task \d+|spank)[:_ ]|to unblock task|STEP \d|JOB \d|Terminating|_try_parse|plugin stack"
 )
 """Errors of srun and slurmstepd that follow from another one."""
+
+
+@dataclass
+class SlurmRole(RoleRequest):
+    """One role: a step of the job, with one task on each of its nodes.
+
+    Attributes:
+        sbatch: sbatch options of its component, by name without dashes; None for an option without a value.
+        srun: srun options of its step; with ``container-image`` it runs in containers of pyxis.
+    """
+
+    sbatch: dict[str, str | None] = field(default_factory=dict)
+    srun: dict[str, str | None] = field(default_factory=dict)
+
+    @property
+    def image_name(self) -> str:
+        """The image of its containers; empty if it runs on the nodes themselves."""
+        return self.srun.get("container-image") or ""
+
+
+@dataclass
+class SlurmRequest(BatchRequest):
+    """One job.
+
+    Attributes:
+        requeue: whether Slurm may restart the job after a lost node or a preemption.
+        on_end: the command that the batch step runs when the job has ended; empty for none.
+    """
+
+    roles: list[SlurmRole]  # type: ignore[assignment]
+    requeue: bool = False
+    on_end: str = ""
+
+    @property
+    def script(self) -> str:
+        """The batch script of the job."""
+        return f"#!/bin/sh\nexec {shlex.join([*_STARTER, 'slurm.batch_step', self.folder])}\n"
+
+    def step(self, index: int) -> list[str]:
+        """Return the command that starts the step of the role of this index.
+
+        setsid keeps signals to the batch step's session away from srun, which would end the tasks.
+        """
+        role = self.roles[index]
+        is_component = len(self.roles) > 1 and "relative" not in role.srun  # else the roles share an allocation
+        group = [f"--het-group={index}"] if is_component else []
+        # An image has its own Python, whatever path the submitter's has.
+        starter = ("python", "-I", "-m", entrypoint.__name__) if role.image_name else _STARTER
+        words = ["setsid", "srun", *group, *option_words(role.srun), "--input=none", "--label"]
+        return [*words, *starter, "batch.task", self.folder, str(index), "SLURM_PROCID-0"]
+
+
+def option_words(options: Mapping[str, str | None]) -> list[str]:
+    """Return ``{"nodes": "2", "exclusive": None}`` as the arguments ``--nodes=2 --exclusive``."""
+    return [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
 
 
 class BatchStep:

@@ -18,7 +18,7 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.options import AvoidOpts, is_default_image
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.supervision import RoleRequest
-from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole, option_words
+from torchx_monarch.backends.slurm.batch_step import SlurmRequest, SlurmRole, option_words
 from torchx_monarch.model.role_spec import RoleSpec
 
 _log = logging.getLogger(__name__)
