@@ -123,9 +123,13 @@ class CmdCancel(TorchXCmdCancel, _NamedJob):  # type: ignore[misc]
             _save_and_cancel(args.app_handle, found[0], runner)
             return
         super().run_with_runner(args, runner)
-        if found is not None:
-            said = f"{args.app_handle} had ended before: {found[1].name}" if found[1].is_terminal else ""
-            print(said or f"cancelled {args.app_handle}", file=sys.stderr)
+        if found is not None and found[1].is_terminal:
+            # One that can never start is still in the queue of a batch system, where TorchX's command leaves it.
+            scheduler, _, app_id = parse_app_handle(args.app_handle)
+            torchx_api.scheduler_of(runner, scheduler).apps.cancel(app_id)
+            print(f"{args.app_handle} had ended before: {found[1].name}", file=sys.stderr)
+        elif found is not None:
+            print(f"cancelled {args.app_handle}", file=sys.stderr)
 
 
 def _save_and_cancel(handle: str, app: AppSnapshot, runner: Runner) -> None:

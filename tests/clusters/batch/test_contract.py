@@ -132,6 +132,12 @@ class TestPbs(_StandInContract):
         assert "node was lost" in place.wait(handle, AppState.FAILED).msg
         assert place.states(handle)["side/0"] is AppState.CANCELLED
 
+    def test_a_job_that_can_never_start_leaves_the_queue_by_a_cancel(self, place: _StandInPlace) -> None:
+        handle = place.run(place.role("true", resource=Resource(cpu=1000, gpu=0, memMB=1)))
+        assert "trainer/0 cannot start: Can Never Run" in place.wait(handle, AppState.FAILED).msg
+        place.torchx("cancel", handle)
+        assert not place.shown()
+
     @pytest.mark.nightly("the owner ends an app after the loss of a node every time")
     def test_an_app_ends_if_one_of_its_jobs_can_never_start(self, place: _StandInPlace) -> None:
         impossible = place.role("true", name="large", resource=Resource(cpu=1000, gpu=0, memMB=1))

@@ -69,7 +69,7 @@ def test_a_job_whose_dependency_is_never_satisfied_has_failed(apps: Apps) -> Non
     apps.wait(first, AppState.FAILED)
     handle = apps.run(sh("true"), submit_args=f"--dependency=afterok:{first.rpartition('/')[2]}")
     assert apps.wait(handle, AppState.FAILED).msg == "the job can never start: DependencyNeverSatisfied"
-    apps.runner.cancel(handle)
+    apps.torchx("cancel", handle)
     job_id = handle.rpartition("/")[2]
     apps.until(lambda: apps.slurm_state(job_id) == "CANCELLED", "an empty queue", handle)
 
