@@ -191,7 +191,9 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: O) -> BatchRequest:
         folder = JobFolder(self.new_folder(app.name, self.root))
-        roles = [RoleRequest.of(role, spec, role.image) for role, spec in zip(app.roles, submitted.roles, strict=True)]
+        roles = [
+            RoleRequest.from_role(role, spec, role.image) for role, spec in zip(app.roles, submitted.roles, strict=True)
+        ]
         commands = [list(self.submit_command(job, options)) for job in self._jobs(folder, app.roles, options)]
         return BatchRequest(app.name, folder.root, roles, commands, float(options.grace))
 

@@ -75,7 +75,7 @@ class LocalBackend(Backend[LocalOpts, SupervisorRequest, AppSnapshot]):
         return SupervisorRequest(
             app_id=make_unique(safe_name(app.name)),
             name=app.name,
-            roles=[RoleRequest.of(role, spec) for role, spec in zip(app.roles, submitted.roles, strict=True)],
+            roles=[RoleRequest.from_role(role, spec) for role, spec in zip(app.roles, submitted.roles, strict=True)],
             grace=float(options.grace),
             gpus=options.gpus,
             slots=options.slots,

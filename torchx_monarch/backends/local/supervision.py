@@ -54,7 +54,7 @@ class RoleRequest:
     first: int = 0
 
     @classmethod
-    def of(cls, role: Role, spec: RoleSpec, image: str | None = None) -> RoleRequest:
+    def from_role(cls, role: Role, spec: RoleSpec, image: str | None = None) -> RoleRequest:
         """Return the request of a role, which runs in its image if that is a folder, as TorchX does.
 
         Args:

@@ -189,7 +189,7 @@ def _role(role: Role, spec: RoleSpec, gres: str | None, cfg: SlurmOpts, job: str
         sbatch["no-kill"] = srun["no-kill"] = None
     if gres:
         sbatch["gres"] = srun["gres"] = gres
-    rendered = RoleRequest.of(role, spec, role.image)
+    rendered = RoleRequest.from_role(role, spec, role.image)
     if cfg.container is None:
         if role.image and not os.path.isdir(role.image) and not is_default_image(role.image):
             unused = f"the image {role.image} is not used"

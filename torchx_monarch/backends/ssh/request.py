@@ -118,7 +118,7 @@ def render(app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest
         name=app.name,
         layout=layout,
         roles=[
-            RoleRequest.of(role, spec, "." if folders else None)
+            RoleRequest.from_role(role, spec, "." if folders else None)
             for role, spec, folders in zip(app.roles, submitted.roles, workspaces, strict=True)
         ],
         gpus=[0 if options.gpus else max(0, role.resource.gpu) for role in app.roles],
