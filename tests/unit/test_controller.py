@@ -253,7 +253,7 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
         job.reporter = Reporter(Console(2), str(recorded), "trainer")
         job.members.form(job.members.able)
         attempts = job.attempts()
-        ended = await attempts.run(job.members.able, {0: BEGUN, 1: BEGUN})
+        ended = await attempts.run({0: BEGUN, 1: BEGUN})
         assert isinstance(ended, JobResult) and ended.reason == "all 2 ranks ended with code 0"
         attempts.advance(is_restart=False)
         assert attempts.current.number == 1

@@ -13,8 +13,9 @@ import pytest
 from torchx_monarch.command.command import parse
 from torchx_monarch.controller.host_messages import TakeFacts
 from torchx_monarch.controller.hosts import JobHosts
+from torchx_monarch.controller.members import Member, Members, MemberState
 from torchx_monarch.controller.preflight import Preflight, compare
-from torchx_monarch.host.preflight import take_facts
+from torchx_monarch.host.rank_runs import take_facts
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.codec import decode
@@ -82,6 +83,10 @@ class ScriptedHosts:
         self.spec = HostSpec(preflight=mode)
         self.reporter = Reporter(Console(2), None, "trainer")
         self.requests: list[TakeFacts] = []
+        self.members = Members(2)
+        for replica in range(2):
+            self.members.add(Member(Registration(replica, "node", 1), MemberState.ABLE))
+        self.members.form(self.members.able)
         self._other = with_version("torch", torch)
         if self._other != GOOD:
             self._other = {**OTHER_FILE, "torch": torch}
@@ -91,12 +96,9 @@ class ScriptedHosts:
         return {1: self._other, 0: GOOD}
 
 
-HOSTS = [Registration(replica, "node", 1) for replica in range(2)]
-
-
 def checked(hosts: ScriptedHosts, capfd: pytest.CaptureFixture[str]) -> tuple[str, str]:
     """Why the run must not start, and the log."""
-    reason = asyncio.run(Preflight(cast(JobHosts, hosts)).check(HOSTS))
+    reason = asyncio.run(Preflight(cast(JobHosts, hosts)).check())
     WriterThread.finish()
     return reason, capfd.readouterr().err
 

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Literal
 
-from torchx_monarch.controller.host_messages import Exits, Launched
+from torchx_monarch.controller.host_messages import Exits
+from torchx_monarch.controller.members import Member
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_result import forbidden_by
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import (
@@ -56,21 +56,21 @@ class Attempt:
         reporter: Reporter,
         what: Literal["ranks", "commands"],
         world: World,
-        hosts: Iterable[Registration],
-        launched: Mapping[int, Launched],
+        members: Iterable[Member],
     ) -> None:
-        """Report what has started on these hosts."""
+        """Report what these hosts have started."""
+        launched = [(member.host, member.launched) for member in members if member.launched is not None]
         shown = [
             {
                 "replica": host.replica,
                 "node": host.node,
                 "first_rank": world.place(host.replica).first_rank,
-                "pids": launched[host.replica].pids,
-                "imported": launched[host.replica].imported,
+                "pids": answer.pids,
+                "imported": answer.imported,
             }
-            for host in hosts
+            for host, answer in launched
         ]
-        unshared = next((answer.unshared for answer in launched.values() if answer.unshared), "")
+        unshared = next((answer.unshared for _, answer in launched if answer.unshared), "")
         more = {"count": world.size, "unshared": unshared} if what == "ranks" else {}
         text = f"{what} {world.size}/{world.size}"
         reporter.ranks_started(text, shown, attempt=world.attempt, log_attempt=world.log_attempt, **more)

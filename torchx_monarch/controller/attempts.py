@@ -66,6 +66,7 @@ class Attempts:
         self._spec, self._sizes = hosts.spec, hosts.sizes
         self._begun: RunBegun | None = None
         self._hosts = hosts
+        self._members = hosts.members
         self._gatherer = gatherer
         self._events = hosts.events
         self._reporter = hosts.reporter
@@ -90,7 +91,7 @@ class Attempts:
         if self.current.has_begun or not self._sizes.can_lose:
             self.current = self.current.next(is_restart=is_restart)
 
-    async def run(self, hosts: list[Registration], begun: Mapping[int, RunBegun]) -> JobResult | HostEvent:
+    async def run(self, begun: Mapping[int, RunBegun]) -> JobResult | HostEvent:
         """Run attempts until one has succeeded or no other may help, or until an event ends one, whose ranks still run.
 
         ``begun`` are the hosts' answers to ``BeginRun``, by replica.
@@ -100,11 +101,11 @@ class Attempts:
         """
         self._begun, self._never_joined = begun[0], frozenset()
         until_event, clock = self._hosts.until_event, asyncio.get_running_loop().time
-        if difference := await until_event(self._preflight.check(hosts)):
+        if difference := await until_event(self._preflight.check()):
             return difference if isinstance(difference, HostEvent) else JobResult(1, difference)
         while True:
             started = clock()
-            world = await until_event(self._start(hosts, begun))
+            world = await until_event(self._start(begun))
             if isinstance(world, HostEvent):
                 return world
             with self._hosts.call(WatchRanks()) as exits:
@@ -134,25 +135,25 @@ class Attempts:
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
-    async def _start(self, hosts: list[Registration], begun: Mapping[int, RunBegun]) -> World | HostEvent:
+    async def _start(self, begun: Mapping[int, RunBegun]) -> World | HostEvent:
         """Start the ranks on all hosts, unless a further one has come meanwhile."""
         if self._sizes.elastic and (newcomers := self._gatherer.newcomers()):
             return _joined(newcomers[0])
-        world = await self._world(hosts, begun)
+        world = await self._world(begun)
         if self.current.number > 0:
             await self.checkpoints.restore(world)
         self.current.begin()
         self._hosts.world = world
-        launched = await self._hosts.ask(LaunchRanks(world), self._spec.host_timeout)
-        self.current.report_start(self._reporter, "ranks", world, hosts, launched)
-        self._preflight.report_differences(hosts, {replica: answer.facts for replica, answer in launched.items()})
+        for replica, launched in (await self._hosts.ask(LaunchRanks(world), self._spec.host_timeout)).items():
+            self._members.attempt[replica].launched = launched
+        self.current.report_start(self._reporter, "ranks", world, self._members.attempt.values())
+        self._preflight.report_differences()
         return world
 
-    async def _world(self, hosts: list[Registration], begun: Mapping[int, RunBegun]) -> World:
-        network = self._hosts.rendezvous.network
-        opening = self._hosts.ask(
-            OpenStore(network.bind, network.advertised, len(hosts)), self._spec.host_timeout, replicas=[0]
-        )
+    async def _world(self, begun: Mapping[int, RunBegun]) -> World:
+        network, members = self._hosts.rendezvous.network, self._members
+        request = OpenStore(network.bind, network.advertised, len(members.attempt))
+        opening = self._hosts.ask(request, self._spec.host_timeout, replicas=[0])
         modules = ", ".join(self._spec.preload_modules if self._spec.forks_ranks else ())
         imports = f"the import of {modules}, once for all ranks of a host" if modules else "the ranks' interpreters"
         store = (await self._reporter.while_waiting(opening, lambda: imports))[0]
@@ -160,7 +161,7 @@ class Attempts:
             attempt=self.current.number,
             log_attempt=begun[0].first_log_attempt + self.current.number,
             restart_count=self.current.restart_count,
-            hosts=HostRange.listed((host.replica, begun[host.replica].nproc) for host in hosts),
+            hosts=HostRange.listed((replica, begun[replica].nproc) for replica in members.attempt),
             master_addr=store.address,
             master_port=store.port,
             agent_store=store.served,
@@ -304,7 +305,7 @@ class Attempts:
 
     def _unknown_exit(self, rank: int, world: World, now: float) -> RankExit:
         replica = world.replica_of(rank)
-        name = self._hosts.members.attempt[replica].host.name
+        name = self._members.attempt[replica].host.name
         local_rank = rank - world.place(replica).first_rank
         return RankExit(rank, local_rank, replica, hostname=name, pid=0, code=1, time=now)
 
@@ -347,7 +348,7 @@ class Attempts:
         A failure that all hosts share is not counted: another host would not help.
         """
         alike = failed_alike(self.current.exits.values(), cause)
-        if {self.current.exits[rank].replica for rank in alike} == self._hosts.members.attempt.keys():
+        if {self.current.exits[rank].replica for rank in alike} == self._members.attempt.keys():
             return None
         return self._gatherer.blame(cause.replica, "failed_alone", failure)
 

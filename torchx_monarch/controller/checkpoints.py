@@ -14,6 +14,7 @@ import time
 
 from torchx_monarch.controller.host_messages import (
     CheckpointPart,
+    CheckpointParts,
     HostError,
     KeepCheckpoints,
     ListCheckpoints,
@@ -68,18 +69,18 @@ class Checkpoints:
         self._recorded = 0
         self._last_persist = float("-inf")  # the first at once: a job of one host has no copy elsewhere
         self._persisting: tuple[tuple[int, int], asyncio.Task[None]] | None = None
-        self._members.forget_checkpoints()  # of the run before
+        for member in self._members:
+            member.checkpoints = CheckpointParts((), "")  # of the run before
         self._members.on_checkpoints = self._changed.set
 
     def _whole(self) -> list[_Checkpoint]:
         """Return the whole checkpoints of the hosts of the attempt, those of the last attempt first, by their steps."""
         found: dict[tuple[int, int], _Checkpoint] = {}
-        for replica in self._members.attempt:
-            member = self._members.in_attempt(replica)
-            for part in member.checkpoints.parts if member is not None and member.checkpoints is not None else ():
+        for member in self._members.present:
+            for part in member.checkpoints.parts:
                 checkpoint = found.setdefault((part.attempt, part.step), _Checkpoint())
                 checkpoint.parts[part.replica] = part
-                checkpoint.holders.setdefault(part.replica, []).append(replica)
+                checkpoint.holders.setdefault(part.replica, []).append(member.host.replica)
         return [found[key] for key in sorted(found, reverse=True) if found[key].is_whole]
 
     # -- while ranks run -----------------------------------------------------------------------------------------------
@@ -110,9 +111,8 @@ class Checkpoints:
 
     def _record_memory(self) -> None:
         """Report how much memory checkpoints take of a host, if it is a tenth more than at the last time."""
-        members = filter(None, map(self._members.in_attempt, self._members.attempt))
-        reports = [member.checkpoints for member in members if member.checkpoints is not None]
-        size = max(sum(part.size for part in report.parts) for report in reports)
+        sizes = [sum(part.size for part in member.checkpoints.parts) for member in self._members.present]
+        size = max(sizes, default=0)
         if size > 1.1 * self._recorded:
             self._recorded = size
             self._reporter.record("checkpoint_memory", f"checkpoints take {size} bytes of a host's memory", bytes=size)
@@ -134,9 +134,9 @@ class Checkpoints:
     def _source(self, checkpoint: _Checkpoint, part: CheckpointPart, is_needed: bool = True) -> PartSource:
         """Return where the hosts fetch a part, first from the host that has written it."""
         holders = sorted(checkpoint.holders[part.replica], key=lambda replica: replica != part.replica)
-        members = map(self._members.in_attempt, holders)
-        reports = [member.checkpoints for member in members if member is not None]
-        return PartSource(part, tuple(report.address for report in reports if report and report.address), is_needed)
+        members = filter(None, map(self._members.in_attempt, holders))
+        addresses = (member.checkpoints.address for member in members)
+        return PartSource(part, tuple(filter(None, addresses)), is_needed)
 
     # -- persist -------------------------------------------------------------------------------------------------------
 
@@ -222,5 +222,4 @@ class Checkpoints:
 
     @property
     def _is_used(self) -> bool:
-        members = map(self._members.in_attempt, self._members.attempt)
-        return any(member is not None and member.checkpoints and member.checkpoints.parts for member in members)
+        return any(member.checkpoints.parts for member in self._members.present)

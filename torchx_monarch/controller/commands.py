@@ -134,10 +134,8 @@ class CommandController:
 
     def _report_start(self) -> None:
         members = [member for _, member in sorted(self._members.attempt.items())]
-        launched = {member.host.replica: member.launched for member in members if member.launched is not None}
         self._reporter.phase("hosts", f"hosts {len(members)}/{len(members)}", count=len(members))
-        hosts = [member.host for member in members]
-        self._attempt.report_start(self._reporter, "commands", self._world(launched), hosts, launched)
+        self._attempt.report_start(self._reporter, "commands", self._world(self._members.attempt), members)
 
     def _world(self, replicas: Collection[int]) -> World:
         return World(

@@ -21,7 +21,6 @@ from torchx_monarch.controller.host_events import (
 )
 from torchx_monarch.controller.host_messages import BeginRun, HostRefused
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 
 if TYPE_CHECKING:
@@ -60,9 +59,7 @@ class Controller:
         """Run the job to its end and return its result. Failures of hosts and ranks do not raise."""
         wait, result = self._sizes.last_call, None
         while result is None:
-            ended: list[Registration] | JobResult | HostEvent = await self._gather(wait)
-            if isinstance(ended, list):
-                ended = await self._execute_runs(ended)
+            ended = await self._gather(wait) or await self._execute_runs()
             if isinstance(ended, JobResult):
                 result = ended
             elif (result := await self._handle(ended)) is None:
@@ -74,12 +71,12 @@ class Controller:
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
-    async def _execute_runs(self, hosts: list[Registration]) -> JobResult | HostEvent:
+    async def _execute_runs(self) -> JobResult | HostEvent:
         """Execute runs, or continue the present one on other hosts, until the job ends, or an event ends an attempt."""
         if self._queue is None:
             # Hosts that outlived an earlier replica 0 have run attempts already.
-            self._attempts.continue_after([host.world for host in hosts if host.world is not None])
-            return await self._execute(hosts)
+            self._attempts.continue_after([host.world for host in self._members.hosts if host.world is not None])
+            return await self._execute()
         while True:
             run: Run | JobResult | HostEvent | None = self._queue.current
             if run is None:
@@ -87,7 +84,7 @@ class Controller:
                 run = await self._events.until_event(self._queue.next_run(), concerns_hosts)
             if isinstance(run, (JobResult, HostEvent)):
                 return run
-            ended = await self._execute(hosts, run)
+            ended = await self._execute(run)
             if isinstance(ended, RunEndRequested):
                 await self._attempts.stop(ended.signal)
                 ended = ended.result
@@ -98,14 +95,14 @@ class Controller:
             # A request to end this run that is still pending concerns no run any more.
             self._events.take(lambda event: isinstance(event, RunEndRequested))
 
-    async def _execute(self, hosts: list[Registration], run: Run | None = None) -> JobResult | HostEvent:
+    async def _execute(self, run: Run | None = None) -> JobResult | HostEvent:
         try:
             begun = await self._hosts.until_event(self._hosts.ask(run.begin if run else BeginRun()))
             if isinstance(begun, HostEvent):
                 return begun
             if self._queue is not None and run is not None:
                 self._queue.begun(run, sum(answer.nproc for answer in begun.values()))
-            return await self._attempts.run(hosts, begun)
+            return await self._attempts.run(begun)
         except HostRefused as refusal:
             if self._queue is None:
                 # The refusal, or what a host itself reports meanwhile, ends the job.
@@ -116,18 +113,18 @@ class Controller:
 
     # -- hosts ---------------------------------------------------------------------------------------------------------
 
-    async def _gather(self, wait: float) -> list[Registration] | HostEvent:
-        """Gather the hosts of the next attempt, and wait some seconds for more than it needs."""
-        hosts = await self._events.until_event(self._gatherer.gather(wait), concerns_hosts)
+    async def _gather(self, wait: float) -> HostEvent | None:
+        """Gather the hosts of the next attempt, and wait some seconds for more than it needs; return what ends that."""
+        event = await self._events.until_event(self._gatherer.gather(wait), concerns_hosts)
 
         def is_answered(event: HostEvent) -> bool:
             """Whether a mesh of these hosts is the answer to an event: its host is gone, or has joined."""
             gone = isinstance(event, HostLost) or (event.result.stopped and event.replica not in self._members.attempt)
             return event.replica != 0 and (gone or isinstance(event, HostJoined))
 
-        if isinstance(hosts, list):
+        if event is None:
             self._events.take(is_answered)
-        return hosts
+        return event
 
     async def _handle(self, event: HostEvent) -> JobResult | None:
         """Make the transition that an event causes; return the result of the job, or None if the job goes on."""

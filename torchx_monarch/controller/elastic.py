@@ -82,8 +82,8 @@ class HostGatherer:
         self._spares_text = ""
         members.on_idle_change = self._report_spares
 
-    async def gather(self, wait: float) -> list[Registration] | StopRequested:
-        """Wait for the hosts of the next attempt, and ``wait`` seconds for further ones; return them by node rank.
+    async def gather(self, wait: float) -> StopRequested | None:
+        """Wait for the hosts of the next attempt, and ``wait`` seconds for further ones; form the attempt.
 
         If fewer than the minimum arrive in time, return the end of the job.
         """
@@ -99,18 +99,18 @@ class HostGatherer:
                     lambda: f"more hosts, {wait:g} s in all (replica {listed(members.missing)})",
                 )
             if members.able_count >= sizes.min_hosts:
-                return self._form()
+                self._form()
+                return None
 
-    def _form(self) -> list[Registration]:
+    def _form(self) -> None:
         members, sizes = self._members, self._sizes
-        before, hosts = [member.host for member in members.attempt.values()], self._choose()
+        before, hosts = members.hosts, self._choose()
         members.form(hosts)
         size = f" (elastic, {sizes.min_hosts} to {sizes.max_hosts})" if sizes.elastic else ""
         self._reporter.phase("hosts", f"hosts {len(hosts)}/{sizes.max_hosts}{size}", count=len(hosts))
         if before:
             self._report_change(before, hosts)
         self._report_spares()
-        return hosts
 
     async def newcomer(self) -> Registration:
         """Wait for a host that is not in the attempt, and then for all others or the end of the last call."""

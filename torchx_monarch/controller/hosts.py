@@ -170,7 +170,7 @@ class JobHosts:
         A host that has lost replica 0 stops its ranks by itself. The ranks of a host that is gone are gone too. One
         whose ranks have not all ended is lost: no attempt may begin beside them.
         """
-        present = list(filter(self.members.in_attempt, self.members.attempt))
+        present = [member.host.replica for member in self.members.present]
         if not present:
             return
         within = grace + _STOP_MARGIN + self.spec.host_timeout

@@ -35,10 +35,11 @@ class Member:
     Attributes:
         channel: to it; None for replica 0's own host, and for one that is refused or lost.
         knows_result: whether it has been sent the result of the job.
-        checkpoints: the last report of the parts of checkpoints that it has; None for none.
+        checkpoints: the last report of the parts of checkpoints that it has.
         calls: the requests that it has not answered, by number.
         reading: reads its output of the present run of a live allocation.
-        watching: follows its command, which it has ``launched``.
+        launched: what it has started in the present attempt; None before it has said so.
+        watching: follows its command.
         is_spared: whether its command has failed for good, and the role does not need it.
     """
 
@@ -46,7 +47,7 @@ class Member:
     state: MemberState
     channel: Channel | None = None
     knows_result: bool = False
-    checkpoints: CheckpointParts | None = None
+    checkpoints: CheckpointParts = CheckpointParts((), "")
     calls: dict[int, HostCall[Any]] = dataclasses.field(default_factory=dict)
     reading: asyncio.Task[None] | None = None
     watching: asyncio.Task[None] | None = None
@@ -187,10 +188,6 @@ class Members:
             member.checkpoints = parts
             self.on_checkpoints()
 
-    def forget_checkpoints(self) -> None:
-        for member in self:
-            member.checkpoints = None
-
     def machine(self, host: Registration) -> str:
         """Return the name under which failures of a host count: the machine's, unless other hosts share it."""
         name, registered = host.node, self.registered(host.replica)
@@ -205,8 +202,18 @@ class Members:
         return [member.host for _, member in sorted(self._members.items()) if member.state is MemberState.ABLE]
 
     @property
+    def hosts(self) -> list[Registration]:
+        """The hosts of the present attempt, in the order of their node ranks."""
+        return [member.host for member in self.attempt.values()]
+
+    @property
+    def present(self) -> list[Member]:
+        """Those of them that have not left."""
+        return [member for member in self.attempt.values() if member.is_registered]
+
+    @property
     def idle(self) -> list[Registration]:
-        """Those of them that are not in the present attempt, by replica."""
+        """The hosts that can take part, and do not, by replica."""
         return [host for _, host in sorted(self._idle.items())]
 
     @property

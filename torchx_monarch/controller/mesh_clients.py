@@ -107,7 +107,7 @@ class MeshClients:
 
     async def _ready(self, token: str, running: _Loops) -> Sequence[_HostAddress]:
         """Wait for the worker loops; return the hosts, or none if one of them is lost."""
-        hosts = [member.host for member in self._hosts.members.attempt.values()]
+        hosts = self._hosts.members.hosts
         ready, missing = await self._hosts.collect(GetWorkerLoop(token), _START_TIMEOUT)
         if not all(map(self._hosts.members.in_attempt, missing)):
             return []

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torchx_monarch.controller.host_messages import TakeFacts
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.model.host_facts import PROGRAM, HostFacts, Registration
+from torchx_monarch.model.host_facts import PROGRAM, HostFacts
 from torchx_monarch.system.untrusted_text import one_line
 
 _LINE = 600
@@ -24,8 +24,8 @@ class Preflight:
         self._reporter = hosts.reporter
         self._reports_differences = True
 
-    async def check(self, hosts: list[Registration]) -> str:
-        """Check the hosts; return why the run must not start, empty if it may.
+    async def check(self) -> str:
+        """Check the hosts of the attempt; return why the run must not start, empty if it may.
 
         It raises the errors of ``JobHosts.ask``.
         """
@@ -35,25 +35,27 @@ class Preflight:
         began = time.monotonic()
         asking = self._hosts.ask(TakeFacts())
         facts = await self._reporter.while_waiting(asking, lambda: "the imports of all hosts, for the pre-flight")
-        problems = [one_line(problem, _LINE) for problem in _compare_hosts(hosts, facts)]
+        problems = [one_line(problem, _LINE) for problem in self._compare(facts)]
         for problem in problems:
             self._reporter.line(f"pre-flight: {problem}")
         if not problems:
-            self._reporter.line(f"pre-flight: {len(hosts)} hosts are alike ({time.monotonic() - began:.2f} s)")
+            self._reporter.line(f"pre-flight: {len(facts)} hosts are alike ({time.monotonic() - began:.2f} s)")
         if not problems or self._mode == "warn":
             return ""
         more = f" (and {len(problems) - 1} more, see the log)" if len(problems) > 1 else ""
         return f"pre-flight: {problems[0]}{more}"
 
-    def report_differences(self, hosts: list[Registration], facts: Mapping[int, HostFacts]) -> None:
+    def report_differences(self) -> None:
         """Report how hosts differ whose ranks have started, once after ``check``; not if that has compared them."""
-        if self._reports_differences and (found := list(_compare_hosts(hosts, facts))):
+        members = self._hosts.members.attempt.items()
+        facts = {replica: member.launched.facts for replica, member in members if member.launched is not None}
+        if self._reports_differences and (found := list(self._compare(facts))):
             self._reporter.report("differences", one_line(f"hosts differ: {'; '.join(found)}", _LINE))
         self._reports_differences = False
 
-
-def _compare_hosts(hosts: Sequence[Registration], facts: Mapping[int, HostFacts]) -> Iterator[str]:
-    return compare({host.replica: host.name for host in hosts}, {host.replica: facts[host.replica] for host in hosts})
+    def _compare(self, facts: Mapping[int, HostFacts]) -> Iterator[str]:
+        names = {host.replica: host.name for host in self._hosts.members.hosts}
+        return compare(names, {replica: facts[replica] for replica in names})
 
 
 def compare(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[str]:

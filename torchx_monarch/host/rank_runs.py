@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import functools
+import hashlib
 import os
+import re
 import shlex
 import shutil
 import signal
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.command.allocation_spec import AllocationSpec, parse_script, run_command, with_program
@@ -29,7 +33,6 @@ from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rank_clients import DebugSessions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.host.host import Host
-from torchx_monarch.host.preflight import take_facts
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.rank_logs import LogSpace, RankLogs
 from torchx_monarch.host.ranks.rank_pool import RankPool
@@ -43,6 +46,7 @@ from torchx_monarch.host.worker_loops import RankRelay
 from torchx_monarch.host.workload import Workload
 from torchx_monarch.insight.hangs import HostCollectives
 from torchx_monarch.model.env_names import BATCH_JOB, LOG_REFERENCES
+from torchx_monarch.model.host_facts import PROGRAM, HostFacts
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.system import log_references, safe_files
 from torchx_monarch.system.run_dirs import remove_tree
@@ -378,3 +382,25 @@ def log_folder(command: Command, default: str, cwd: str, run_id: str) -> str | N
     if command.options.log_dir:
         return os.path.abspath(os.path.join(cwd, command.options.log_dir, run_id))
     return default
+
+
+def take_facts(run: RunSpec, versions: HostFacts) -> HostFacts:
+    """Return the facts of this host for a run, whose zygote has told ``versions``. It reads the script."""
+    return {**versions, **_driver(), **_program(run)}
+
+
+def _driver() -> HostFacts:
+    with contextlib.suppress(OSError):
+        driver = re.search(r"Kernel Module\D+([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+        if driver:
+            return {"NVIDIA driver": driver[1]}
+    return {}
+
+
+def _program(run: RunSpec) -> HostFacts:
+    program = run.command.program_of(0)
+    path = os.path.join(run.cwd or os.getcwd(), program.target)
+    if program.mode == "script" and os.path.isfile(path):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            return {PROGRAM: f"of SHA-256 {hashlib.sha256(file.read()).hexdigest()[:12]}"}
+    return {}

@@ -31,6 +31,8 @@ MAX_ERROR = 8000
 
 Message = dict[str, Any]
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), default=vars)  # dumps() would make one for each message
+
 
 class ProtocolError(Exception):
     """Raised by the functions below: the data received is not a valid message, or a message is too long."""
@@ -38,7 +40,7 @@ class ProtocolError(Exception):
 
 def encode(message: Message) -> bytes:
     """Encode a message, with a header line if it is longer than ``MAX_LINE``; data classes become objects."""
-    line = json.dumps(message, separators=(",", ":"), default=vars).encode() + b"\n"
+    line = _ENCODER.encode(message).encode() + b"\n"
     if len(line) <= MAX_LINE:
         return line
     if len(line) > MAX_MESSAGE:
@@ -49,7 +51,7 @@ def encode(message: Message) -> bytes:
 def decode(line: bytes) -> Message:
     """Decode one line."""
     try:
-        message = json.loads(line)
+        message = json.loads(line.decode())
     except (ValueError, RecursionError):
         raise ProtocolError(f"not a JSON line: {line[:80]!r}") from None
     if not isinstance(message, dict):
