@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Placeholder command of a role that runs the script of a Monarch controller (``command.actors``).
+"""Placeholder command of a role that runs the script of a Monarch controller (``command.allocation_spec``).
 
 The ``monarch_*`` schedulers start Monarch hosts instead. This module runs only when another scheduler or a user starts
 it; it prints an error and exits.

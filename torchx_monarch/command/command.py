@@ -32,7 +32,7 @@ HOST_MODULE = "torchx_monarch.host"
 """The module that runs in every replica: ``python -m torchx_monarch.host [options] -- COMMAND``."""
 
 ACTORS_MODULE = "torchx_monarch.actors"
-"""The module of the command that runs the script of a Monarch controller (``command.actors``)."""
+"""The module of the command that runs the script of a Monarch controller (``command.allocation_spec``)."""
 
 HOSTS_MODULE = "torchx_monarch.hosts"
 """The module of the command of an allocation (``command.allocation_spec``)."""
@@ -68,7 +68,7 @@ class Command:
     Attributes:
         kind: ``torchrun``; ``python`` for a plain Python command, which runs one process per replica; ``hosts`` for an
             allocation (``command.allocation_spec``); ``actors`` for the script of a Monarch controller
-            (``command.actors``).
+            (``command.allocation_spec``).
         options: the torchrun options; the defaults for all other kinds.
         program: the program of the ranks; for the kinds ``hosts`` and ``actors``, the module with its options.
         interpreter: command line of the ranks' Python. For kind ``python``, the interpreter with its flags, as typed.

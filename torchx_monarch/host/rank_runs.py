@@ -63,7 +63,7 @@ _KERNEL_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 class RankRuns(Workload):
     """The runs of ranks on a host; ``pool`` are the ranks of the present one.
 
-    The script of a Monarch controller (``command.actors``) is a batch job whose only rank is on the first host.
+    The script of a Monarch controller (``allocation_spec``) is a batch job whose only rank is on the first host.
     """
 
     def __init__(self, host: Host, early: ZygoteProcess | None = None) -> None:
