@@ -30,12 +30,19 @@ from torchx_monarch.cli import status as cli_status
 from torchx_monarch.cli import top
 from torchx_monarch.cli.jobs import JobFacts
 from torchx_monarch.cli.report import page_of
-from torchx_monarch.client.rank_queries import read_samples, read_stacks
+from torchx_monarch.client.rank_queries import read_stacks
 from torchx_monarch.components import spmd
 from torchx_monarch.controller.host_messages import ReadCollectives, Request, SampleRanks, TakeStacks
 from torchx_monarch.insight import hangs, rank_sample, stacks, timeline
 from torchx_monarch.insight.hangs import HostCollectives, RankCollectives
-from torchx_monarch.insight.rank_sample import Collective, GroupStatus, RankSample, RankSamples, group_calls
+from torchx_monarch.insight.rank_sample import (
+    Collective,
+    GroupStatus,
+    RankSample,
+    RankSamples,
+    group_calls,
+    read_samples,
+)
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack, shared_stacks
 from torchx_monarch.model.codec import decode
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind

@@ -101,9 +101,9 @@ def test_the_file_of_an_attempt_that_has_ended_is_read_once(tmp_path: Path, monk
         folder.mkdir(parents=True)
     files = [MetricsFile(str(folder)) for folder in folders]
 
-    def read_counted(folder: str, *, below: str | None = None) -> list[Point]:
+    def read_counted(folder: str, below: str, name: str) -> list[Point]:
         read.append(folder)
-        return read_points(folder, below=below)
+        return read_points(folder, below=below, name=name)
 
     monkeypatch.setattr(job_metrics, "read_points", read_counted)
     for step in range(3):

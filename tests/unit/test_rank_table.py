@@ -18,7 +18,6 @@ from torchx_monarch.cli.jobs import JobFacts
 from torchx_monarch.cli.output import Screen
 from torchx_monarch.cli.status import render
 from torchx_monarch.cli.top import rank_table, show_bytes
-from torchx_monarch.client.rank_queries import read_samples
 from torchx_monarch.host.ranks.rank_recorder import format_ranks
 from torchx_monarch.insight import timeline
 from torchx_monarch.insight.rank_sample import (
@@ -32,6 +31,7 @@ from torchx_monarch.insight.rank_sample import (
     group_calls,
     lateness,
     rank_views,
+    read_samples,
 )
 from torchx_monarch.insight.timeline import Moment
 from torchx_monarch.schedulers.job_status import JobStatus

@@ -233,6 +233,7 @@ def page(timeline: Timeline) -> str:
         "ranks_left_out": 0,
         "stacks": [(HOSTILE, HOSTILE)],
         "curves": [],
+        "activity": [],
         "live": "",
     }
     return render(values, timeline.job)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
+from collections.abc import Sequence
 
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli import exit_codes
@@ -13,12 +14,13 @@ from torchx_monarch.cli.arguments import HELP
 from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import print_json
-from torchx_monarch.schedulers.job_metrics import read_metrics
+from torchx_monarch.schedulers.job_metrics import AttemptMetrics, read_activity, read_metrics
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("handle", metavar="HANDLE", help=HELP)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these metrics (default: all)")
+    parser.add_argument("--activity", action="store_true", help="what all ranks did: processor, memory, GPUs, lateness")
     parser.add_argument("--rank", type=int, metavar="K", help="this rank (default: the first that has reported some)")
 
 
@@ -27,9 +29,14 @@ def run(args: argparse.Namespace) -> None:
     with opened_job(args.handle) as job:
         facts = job.read()
     folder = facts.status.log_folder
-    found = facts.metrics if args.rank is None else read_metrics(folder, facts.timeline, args.rank)
+    found: Sequence[AttemptMetrics]
+    if args.activity:
+        found = read_activity(folder, facts.timeline)
+    else:
+        found = facts.metrics if args.rank is None else read_metrics(folder, facts.timeline, args.rank)
     if not found:
-        what = "reported no progress" if folder else "its logs on other machines, and so its metrics"
+        nothing = "run for less than ten seconds" if args.activity else "reported no progress"
+        what = nothing if folder else "its logs on other machines, and so its metrics"
         who = f"rank {args.rank}" if args.rank is not None and folder else args.handle
         raise CommandError(f"{who} has {what}", exit_codes.UNAVAILABLE)
     known = list(dict.fromkeys(name for attempt in found for point in attempt.points for name in point.metrics))
@@ -41,7 +48,8 @@ def run(args: argparse.Namespace) -> None:
         print_json([attempt.to_json() for attempt in found])
         return
     rows = csv.writer(sys.stdout, lineterminator="\n")
-    titles = [title for name in names for title in (name, f"{name}_min", f"{name}_max")]
+    parts = ("", "_min", "_max", "_outlier") if args.activity else ("", "_min", "_max")
+    titles = [f"{name}{part}" for name in names for part in parts]
     rows.writerow(["role", "run", "attempt", "rank", "step", "time", *titles])
     for attempt in found:
         for point in attempt.points:
@@ -49,5 +57,5 @@ def run(args: argparse.Namespace) -> None:
             cells.append(f"{point.time:.3f}")
             for name in names:
                 low, high, last = point.metrics.get(name, ("", "", ""))
-                cells += last, low, high
+                cells += [last, low, high, *([point.outliers.get(name, "")] if args.activity else ())]
             rows.writerow(cells)

@@ -15,10 +15,10 @@ from torchx_monarch.cli.arguments import add_address, add_handle
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
 from torchx_monarch.cli.output import STDOUT, print_json, write_output
 from torchx_monarch.cli.status import facts, show_when, state_and_time
-from torchx_monarch.insight.report_page import Curve, curves, legend, render, rows_of, shares, ticks
+from torchx_monarch.insight.report_page import Curve, LateRow, curves, late_rows, legend, render, rows_of, shares, ticks
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.insight.timeline import PHASES, Timeline, lost_seconds
-from torchx_monarch.schedulers.job_metrics import AttemptMetrics
+from torchx_monarch.schedulers.job_metrics import AttemptMetrics, read_activity
 from torchx_monarch.schedulers.job_status import JobStatus
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import one_line, printable
@@ -87,6 +87,7 @@ def page_of(job: JobFacts, live: str = "") -> str:
             for span in timeline.spans_of("role")
         ],
         "curves": _curves(job.metrics),
+        "activity": _activity(job),
         "runs": timeline.spans_of("run")[-200:],
         "moments": [moment for moment in timeline.moments if moment.kind not in unshown][-500:],
         "ranks": ranks[:_MAX_RANKS],
@@ -111,6 +112,19 @@ def _curves(attempts: Sequence[AttemptMetrics]) -> list[tuple[str, list[Curve]]]
         title = " ".join([f"What rank {own[-1].rank} reported", *where])
         if shown := curves([attempt.points for attempt in own]):
             found.append((title, shown))
+    return found
+
+
+def _activity(job: JobFacts) -> list[tuple[str, list[Curve], list[LateRow]]]:
+    """Return the curves of what the ranks of each role did, and how late they were."""
+    of_roles: dict[str, list[AttemptMetrics]] = {}
+    for attempt in read_activity(job.status.log_folder, job.timeline):
+        of_roles.setdefault(attempt.role, []).append(attempt)
+    found = []
+    for role, attempts in of_roles.items():
+        points, ranks = [attempt.points for attempt in attempts], len(job.timeline.last_ranks())
+        title = "What the ranks did" + (f" ({one_line(role)})" if len(of_roles) > 1 else "")
+        found.append((title, curves(points, over=job.timeline.job), late_rows(points, ranks, job.timeline.job)))
     return found
 
 

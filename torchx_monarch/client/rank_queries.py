@@ -15,7 +15,7 @@ from torchx_monarch.exceptions import AllocationError
 from torchx_monarch.insight import events
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.profile import RankProfile
-from torchx_monarch.insight.rank_sample import RankSamples
+from torchx_monarch.insight.rank_sample import RankSamples, read_samples
 from torchx_monarch.insight.stacks import ProcessStacks, SharedStacks, rank_ranges
 from torchx_monarch.model.codec import decode
 
@@ -47,13 +47,6 @@ def ask_samples(hosts: Hosts, timeout: float = SAMPLES_TIMEOUT) -> tuple[RankSam
     """Return a sample of each rank, in their order, and why a host has not answered, by replica."""
     answers, missing = _ask(hosts, {"type": "samples"}, timeout)
     return read_samples(answers), missing
-
-
-def read_samples(answers: Iterable[str]) -> RankSamples:
-    """Read the samples of all hosts."""
-    found = [*map(RankSamples.from_text, answers)]
-    ranks = sorted((rank for samples in found for rank in samples.ranks), key=lambda rank: rank.rank)
-    return RankSamples(tuple(ranks), tuple(calls for samples in found for calls in samples.calls))
 
 
 def ask_stacks(hosts: Hosts, rank: int | None = None) -> tuple[list[ProcessStacks], dict[str, str]]:

@@ -25,6 +25,7 @@ from torchx_monarch.command.allocation_spec import AllocationSpec, parse_script,
 from torchx_monarch.command.command import Command, CommandError, Program, check, parse
 from torchx_monarch.command.torchrun_options import DEFAULTS, unused_options
 from torchx_monarch.controller import host_messages
+from torchx_monarch.controller.activity_record import ActivityRecord
 from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
@@ -145,6 +146,7 @@ class RankRuns(Workload):
         options, reporter = self._host.options, self._host.reporter
         self._hosts = hosts = self._job_hosts(rendezvous)
         gatherer = HostGatherer(self.sizes, rendezvous.members, reporter, HostFailures(options.exclude_after))
+        self._activity = asyncio.ensure_future(ActivityRecord(hosts, self._attempt_folder).run())
         hang_watch = HangWatch(hosts, gatherer)
         debug_command = f"torchx monarch debug {options.app} --role {options.role}"
         debug_sessions = DebugSessions(debug_command, reporter.report, hang_watch.rest)
@@ -152,6 +154,11 @@ class RankRuns(Workload):
         queue = self._new_queue(hosts)
         self._serve_clients(hosts, queue)
         return Controller(hosts, gatherer, hang_watch, queue)
+
+    def _attempt_folder(self) -> str | None:
+        """Return where this host has the files of the present attempt; None without one, or without files."""
+        folders = (rank.directory for rank in (self.pool.ranks if self.pool is not None else ()))
+        return next((str(folder.parent) for folder in folders if folder is not None), None)
 
     def _new_queue(self, hosts: JobHosts) -> RunQueue | None:
         """Return the queue of runs of a live allocation, on replica 0, and serve its clients."""

@@ -11,6 +11,7 @@ Standard library only: every rank imports it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -22,9 +23,15 @@ from torchx_monarch.system.untrusted_text import one_line
 NAME = "metrics.jsonl"
 """Name of the file."""
 
+ACTIVITY = "activity.jsonl"
+"""Name of the file of the same kind with what all ranks of an attempt do, in the attempt's folder on replica 0."""
+
 MAX_POINTS = 512
 
 MAX_METRICS = 16
+
+MAX_ROWS = 64
+"""Ranks whose lateness has a number each."""
 
 MAX_NAME = 64
 """Characters of the name of a metric."""
@@ -50,12 +57,16 @@ class Point(NamedTuple):
         time: when it was reported, in seconds since the epoch.
         calls: the number of calls.
         metrics: their values, by name.
+        outliers: of the activity of all ranks, the rank farthest from the median, by the name of the metric.
+        late: the seconds by which each rank was late, or the last of each of ``MAX_ROWS`` equal parts of them.
     """
 
     step: int
     time: float
     calls: int
     metrics: Mapping[str, Values]
+    outliers: Mapping[str, str] = {}
+    late: Sequence[float] = ()
 
     def joined(self, later: Point) -> Point:
         """Return one point for this one and the next."""
@@ -63,16 +74,21 @@ class Point(NamedTuple):
         for name, (low, high, last) in later.metrics.items():
             before = metrics.get(name, (low, high, last))
             metrics[name] = min(low, before[0]), max(high, before[1]), last
-        return Point(later.step, later.time, self.calls + later.calls, metrics)
+        outliers = {**self.outliers}
+        for name, rank in later.outliers.items():
+            if name not in self.metrics or later.metrics[name][1] >= self.metrics[name][1]:
+                outliers[name] = rank
+        late = [max(pair) for pair in itertools.zip_longest(self.late, later.late, fillvalue=0.0)]
+        return Point(later.step, later.time, self.calls + later.calls, metrics, outliers, late)
 
     def line(self) -> bytes:
-        return json.dumps(self).encode()
+        return json.dumps(self if self.outliers or self.late else self[:4]).encode()
 
     @classmethod
     def parse(cls, line: bytes) -> Point | None:
         """Parse a line; return None for one that the rank has not written whole, or that something else has."""
         try:
-            step, time, calls, found = safe_files.parse_json(line)
+            step, time, calls, found, *more = safe_files.parse_json(line)
             if not all(map(_is_number, (step, time, calls))):
                 return None
             metrics = {}
@@ -81,7 +97,11 @@ class Point(NamedTuple):
                 if not all(map(_is_number, values)):
                     return None
                 metrics[one_line(name[:MAX_NAME])] = float(low), float(high), float(last)
-            return cls(int(step), float(time), int(calls), metrics)
+            outliers, late = more or ({}, ())
+            named = {name: one_line(str(rank)[:MAX_NAME]) for name, rank in outliers.items() if name in metrics}
+            if not all(map(_is_number, late)):
+                return None
+            return cls(int(step), float(time), int(calls), metrics, named, tuple(late[:MAX_ROWS]))
         except (ValueError, TypeError, AttributeError):
             return None
 
@@ -90,15 +110,16 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float))
 
 
-def read_points(folder: str, below: str | None = None) -> list[Point]:
+def read_points(folder: str, below: str | None = None, name: str = NAME) -> list[Point]:
     """Return what a rank has reported, in order; empty without a file of its user.
 
     Args:
         folder: where its logs are.
+        name: the name of the file.
         below: as for ``safe_files.open_file``.
     """
     with contextlib.suppress(OSError):
-        data = safe_files.read_file(os.path.join(folder, NAME), limit=_MAX_BYTES, below=below)
+        data = safe_files.read_file(os.path.join(folder, name), limit=_MAX_BYTES, below=below)
         points = (Point.parse(line) for line in data.splitlines()[: 2 * MAX_POINTS])
         return [point for point in points if point is not None]
     return []
@@ -145,8 +166,8 @@ class MetricsFile:
         folder: where the logs of the rank are. The path is not resolved: the rank may change its working folder.
     """
 
-    def __init__(self, folder: str) -> None:
-        self._path = os.path.join(folder, NAME)
+    def __init__(self, folder: str, name: str = NAME) -> None:
+        self._path = os.path.join(folder, name)
         self._points: list[Point] = []
         self._calls = 1
         """The number of calls for which a point stands."""
@@ -164,9 +185,12 @@ class MetricsFile:
 
     def add(self, step: int, time: float, metrics: Mapping[str, float]) -> None:
         """Add what one call has reported."""
+        self.add_point(Point(step, time, 1, {name: (value, value, value) for name, value in metrics.items()}))
+
+    def add_point(self, point: Point) -> None:
+        """Add a point for one call."""
         if self._fd < 0:
             return
-        point = Point(step, time, 1, {name: (value, value, value) for name, value in metrics.items()})
         try:
             if self._points and self._points[-1].calls < self._calls:
                 self._points[-1] = self._points[-1].joined(point)

@@ -299,6 +299,13 @@ class RankSamples:
 NO_SAMPLES = RankSamples()
 
 
+def read_samples(answers: Iterable[str]) -> RankSamples:
+    """Read the samples of all hosts."""
+    found = [*map(RankSamples.from_text, answers)]
+    ranks = sorted((rank for samples in found for rank in samples.ranks), key=lambda rank: rank.rank)
+    return RankSamples(tuple(ranks), tuple(calls for samples in found for calls in samples.calls))
+
+
 def seconds_quiet(now: float, since: float, groups: Collection[GroupStatus]) -> float | None:
     """Return the seconds for which a rank has called nothing in its groups, nor done anything else since a time.
 

@@ -138,36 +138,43 @@ _MAX_CURVES = 8
 
 
 class Curve(NamedTuple):
-    """A metric over the steps of a job, or of several.
+    """A metric over the steps of a job, or of several, or over its time.
 
     Attributes:
+        begin, end: the first and the last step, or time.
         low, high: the limits of the picture, the smallest and the largest value.
         last: the last value of each job; None of one that has not reported the metric.
         lines: the last values of each attempt, as points of a polyline, with the number of the job.
         bands: between the smallest and the largest values that a point stands for, as points of a polygon.
         starts: where attempts of the first job after its first begin.
+        outlier: the rank farthest from the others when the value was the largest; empty if that is not known.
     """
 
     name: str
-    first_step: int
-    last_step: int
+    begin: str
+    end: str
     low: float
     high: float
     last: Sequence[float | None]
     lines: Sequence[tuple[int, str]]
     bands: Sequence[tuple[int, str]]
     starts: Sequence[float]
+    outlier: str
 
 
-def curves(*jobs: Sequence[Sequence[Point]]) -> list[Curve]:
-    """Return the curves of what the attempts of a role or run have reported, those of several jobs over each other."""
+def curves(*jobs: Sequence[Sequence[Point]], over: Span | None = None) -> list[Curve]:
+    """Return the curves of what the attempts of a role or run have reported, those of several jobs over each other.
+
+    Args:
+        over: over whose time; None for over their steps.
+    """
     names = dict.fromkeys(
         name for attempts in jobs for points in attempts for point in points for name in point.metrics
     )
-    return [curve for name in [*names][:_MAX_CURVES] if (curve := _curve(name, jobs)) is not None]
+    return [curve for name in [*names][:_MAX_CURVES] if (curve := _curve(name, jobs, over)) is not None]
 
 
-def _curve(name: str, jobs: Sequence[Sequence[Sequence[Point]]]) -> Curve | None:
+def _curve(name: str, jobs: Sequence[Sequence[Sequence[Point]]], over: Span | None) -> Curve | None:
     having = [
         (job, found)
         for job, attempts in enumerate(jobs)
@@ -178,11 +185,13 @@ def _curve(name: str, jobs: Sequence[Sequence[Sequence[Point]]]) -> Curve | None
     if len(every) < 2:
         return None
     low, high = min(point.metrics[name][0] for point in every), max(point.metrics[name][1] for point in every)
-    first, last = min(point.step for point in every), max(point.step for point in every)
     width, height = CURVE_SIZE
+    places = [float(point.step) for point in every] if over is None else [over.start, over.end]
+    first, last = min(places), max(places)
 
     def across(point: Point) -> float:
-        return round(width * (point.step - first) / ((last - first) or 1), 1)
+        place = point.step if over is None else point.time
+        return round(width * (place - first) / ((last - first) or 1), 1)
 
     def points_of(points: Sequence[Point], which: int) -> list[str]:
         scale = height / (high - low) if high > low else 0.0
@@ -193,15 +202,72 @@ def _curve(name: str, jobs: Sequence[Sequence[Sequence[Point]]]) -> Curve | None
     ends = {job: points[-1].metrics[name][2] for job, points in having}
     return Curve(
         name=name,
-        first_step=first,
-        last_step=last,
+        begin=f"step {first:.0f}" if over is None else "0 s",
+        end=f"{last:.0f}" if over is None else show_duration(over.seconds),
         low=low,
         high=high,
         last=[ends.get(job) for job in range(len(jobs))],
         lines=[(job, " ".join(points_of(points, 2))) for job, points in having],
         bands=[(job, " ".join(points_of(points, 0) + points_of(points, 1)[::-1])) for job, points in having],
         starts=[across(points[0]) for job, points in having if job == 0][1:],
+        outlier=max(every, key=lambda point: point.metrics[name][1]).outliers.get(name, ""),
     )
+
+
+# -- lateness ----------------------------------------------------------------------------------------------------------
+
+_MAX_LATE_ROWS = 16
+"""Ranks whose lateness is drawn: those that were the latest."""
+
+_COLUMNS = 64
+
+_LEAST_LATE = 0.001
+"""Seconds by which some rank must be late."""
+
+_LEAST_SHARE = 0.02
+"""Share of the largest lateness that is drawn."""
+
+
+class LateRow(NamedTuple):
+    """A row of the heat map: a rank or some, its largest lateness, and when it was late how much.
+
+    Attributes:
+        cells: columns of ``_COLUMNS`` with the lateness there, as a share of the largest of all rows.
+    """
+
+    label: str
+    most: float
+    cells: Sequence[tuple[int, float]]
+
+
+def late_rows(attempts: Sequence[Sequence[Point]], ranks: int, job: Span) -> list[LateRow]:
+    """Return the heat map of how late ranks were, over the time of a job; empty if none was.
+
+    Args:
+        attempts: the activity of the ranks of each attempt.
+        ranks: the number of ranks.
+    """
+    worst: dict[tuple[int, int], float] = {}
+    for points in attempts:
+        before = None
+        for point in points:
+            edges = [_COLUMNS * (at - job.start) / (job.seconds or 1) for at in (before or point.time, point.time)]
+            before = point.time
+            for column in range(max(0, int(edges[0])), min(_COLUMNS - 1, int(edges[1])) + 1):
+                for row, late in enumerate(point.late):
+                    worst[row, column] = max(worst.get((row, column), 0.0), late)
+    count = max((row for row, _ in worst), default=-1) + 1
+    most = [max((late for (at, _), late in worst.items() if at == row), default=0.0) for row in range(count)]
+    shown = sorted(sorted(range(count), key=lambda row: -most[row])[:_MAX_LATE_ROWS])
+    if max(most, default=0.0) < _LEAST_LATE:
+        return []
+    found = []
+    for row in shown:
+        first, last = row * ranks // count, (row + 1) * ranks // count - 1
+        label = f"ranks {first}-{last}" if last > first else f"rank {row}"
+        cells = [(column, late / max(most)) for (at, column), late in sorted(worst.items()) if at == row]
+        found.append(LateRow(label, most[row], [cell for cell in cells if cell[1] >= _LEAST_SHARE]))
+    return found
 
 
 def _style(phase: str) -> str:

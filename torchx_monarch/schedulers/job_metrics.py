@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from torchx_monarch.backends.core.state_files import path_name
-from torchx_monarch.insight.metrics import NAME, Point, read_points, sparkline, with_speed
-from torchx_monarch.insight.timeline import Timeline
+from torchx_monarch.insight.metrics import ACTIVITY, NAME, Point, read_points, sparkline, with_speed
+from torchx_monarch.insight.timeline import Span, Timeline
 from torchx_monarch.schedulers.job_status import MetricTrend
 
 _TREND = 24
@@ -21,17 +21,18 @@ _TREND = 24
 
 @dataclasses.dataclass(frozen=True)
 class AttemptMetrics:
-    """What one rank has reported in one attempt.
+    """What one rank has reported in one attempt, or what all of them did.
 
     Attributes:
         run: the number of the run of an allocation; 0 for a job that has no runs.
         attempt: the number of the attempt, from 1.
+        rank: the rank; None for the activity of all ranks (``read_activity``).
     """
 
     role: str
     run: int
     attempt: int
-    rank: int
+    rank: int | None
     points: Sequence[Point]
 
     def only(self, names: Collection[str]) -> AttemptMetrics:
@@ -43,14 +44,13 @@ class AttemptMetrics:
         return dataclasses.replace(self, points=points)
 
     def to_json(self) -> dict[str, Any]:
-        names = ("min", "max", "last")
-        points = [
-            {
-                **point._asdict(),
-                "metrics": {name: dict(zip(names, values, strict=True)) for name, values in point.metrics.items()},
-            }
-            for point in self.points
-        ]
+        is_of_all = self.rank is None
+        names = ("min", "max", "median" if is_of_all else "last")
+        points = []
+        for point in self.points:
+            metrics = {name: dict(zip(names, values, strict=True)) for name, values in point.metrics.items()}
+            shown = {"step": point.step, "time": point.time, "calls": point.calls, "metrics": metrics}
+            points.append({**shown, "outliers": point.outliers, "late": point.late} if is_of_all else shown)
         return {**dataclasses.asdict(self), "points": points}
 
 
@@ -80,18 +80,32 @@ def read_metrics(folder: str | None, timeline: Timeline, rank: int | None = None
         }
         for number in sorted(paths) if rank is None else {rank} & paths.keys():
             if points := _points(str(paths[number].parent), folder or "", _version(paths[number])):
-                around = attempt.parent
-                run = around.number if around is not None and around.kind == "run" else 0
-                found.append(AttemptMetrics(attempt.role, run, attempt.number, number, points))
+                found.append(_of_attempt(attempt, number, points))
                 break
     return found
 
 
+def read_activity(folder: str | None, timeline: Timeline) -> list[AttemptMetrics]:
+    """Return what the ranks of each attempt did, as replica 0 has kept it; arguments as for ``read_metrics``."""
+    found = []
+    for attempt in timeline.spans_of("attempt") if folder else ():
+        place = Path(folder or "", path_name(attempt.role), "0", timeline.attempt_folder(attempt))
+        if points := _points(str(place), folder or "", _version(place / ACTIVITY), ACTIVITY):
+            found.append(_of_attempt(attempt, None, points))
+    return found
+
+
+def _of_attempt(attempt: Span, rank: int | None, points: Sequence[Point]) -> AttemptMetrics:
+    around = attempt.parent
+    run = around.number if around is not None and around.kind == "run" else 0
+    return AttemptMetrics(attempt.role, run, attempt.number, rank, points)
+
+
 @functools.lru_cache(maxsize=256)
-def _points(folder: str, below: str, version: int) -> Sequence[Point]:
-    """Return what a rank has reported. A page that is live reads the file of an attempt that has ended once."""
-    points = read_points(folder, below=below)
-    return with_speed(points) if points else ()
+def _points(folder: str, below: str, version: int, name: str = NAME) -> Sequence[Point]:
+    """Return the points of a file. A page that is live reads the file of an attempt that has ended once."""
+    points = read_points(folder, below=below, name=name)
+    return with_speed(points) if points and name == NAME else points
 
 
 def _version(path: Path) -> int:

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is kept of what ranks do: by whom, how much, and how it is drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests.unit.test_timeline import RESTARTED, ROLE
+from tests.waits import WITHIN
+from torchx_monarch.controller import activity_record
+from torchx_monarch.controller.activity_record import ActivityRecord, point_of
+from torchx_monarch.controller.host_messages import SampleRanks
+from torchx_monarch.controller.hosts import Answers, JobHosts
+from torchx_monarch.insight import metrics
+from torchx_monarch.insight.metrics import ACTIVITY, MAX_ROWS, MetricsFile, Point, read_points
+from torchx_monarch.insight.rank_sample import Collective, GroupStatus, RankSample, RankSamples, RankView, group_calls
+from torchx_monarch.insight.report_page import curves, late_rows
+from torchx_monarch.insight.timeline import Span, build
+from torchx_monarch.schedulers.job_metrics import read_activity
+
+GIB = 1 << 30
+
+
+def view(rank: int, late: float | None, gib: float, **more: Any) -> RankView:
+    return RankView(
+        rank, rank // 2, f"node{rank // 2}", 100 + rank, "running", rss_bytes=int(gib * GIB), late_by=late, **more
+    )
+
+
+def test_a_point_has_the_median_the_limits_and_the_outlier() -> None:
+    ranks = [view(0, 0.0, 1.0), view(1, 0.1, 1.1), view(2, 0.0, 1.0), view(3, None, 4.0)]
+    point = point_of(ranks, 50.0)
+    assert point.metrics["memory GiB"] == pytest.approx((1.0, 4.0, 1.05))
+    assert point.metrics["lateness s"] == (0.0, 0.1, 0.0) and list(point.late) == [0.0, 0.1, 0.0, 0.0]
+    assert point.outliers == {"memory GiB": "rank 3 on node1", "lateness s": "rank 1 on node0"}
+    assert "CPU cores" not in point.metrics and "GPU busy" not in point.metrics
+    many = point_of([view(rank, rank / 1000, 1.0) for rank in range(200)], 50.0)
+    assert len(many.late) == MAX_ROWS and (many.late[0], many.late[-1]) == (0.002, 0.199)
+    assert point_of([], 1.0).late == []
+
+
+def test_what_joined_points_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MAX_POINTS", 4)
+    file = MetricsFile(str(tmp_path), ACTIVITY)
+    for at in range(40):
+        late = 0.5 if at == 17 else 0.001
+        file.add_point(
+            point_of([view(0, 0.0, 1.0), view(1, late, 2.0), view(2, 0.0, 9.0 if at == 3 else 1.0)], float(at))
+        )
+    points = read_points(str(tmp_path), name=ACTIVITY)
+    assert len(points) <= 4 and sum(point.calls for point in points) == 40
+    assert max(point.metrics["memory GiB"][1] for point in points) == 9.0 and max(p.late[1] for p in points) == 0.5
+    first = points[0]
+    assert first.metrics["memory GiB"][1] == 9.0 and first.outliers["memory GiB"] == "rank 2 on node1"
+
+
+@pytest.mark.parametrize("more", [b'{}, ["x"]', b"[], []", b"{}", b"{}, [], 1"])
+def test_what_is_no_activity_is_left_out(tmp_path: Path, more: bytes) -> None:
+    (tmp_path / ACTIVITY).write_bytes(b"[1, 2.0, 1, {}, " + more + b"]\n")
+    assert read_points(str(tmp_path), name=ACTIVITY) == []
+
+
+def samples(rank: int, seconds: float, late: float) -> str:
+    """The samples of a host with one rank of two, which has used ``seconds`` of a processor."""
+    sample = RankSample(100 + seconds, rank, 0, rank, f"node{rank}", 7, 0, "running", 1.0, seconds, GIB)
+    calls = tuple(Collective(number, "all_reduce", called=number + late) for number in range(1, 9))
+    group = GroupStatus("0", "0-1", 8, 8, recent=calls)
+    return RankSamples((dataclasses.replace(sample, collectives=8),), group_calls({rank: [group]}, 200.0)).to_text()
+
+
+def test_each_attempt_has_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity_record, "_EVERY", 0.001)
+    place: list[Path | None] = [None]
+    taken = 0
+
+    async def collect(request: SampleRanks, timeout: float) -> Answers[str]:
+        nonlocal taken
+        taken += 1
+        if taken == 3:
+            raise OSError("a fault")
+        return Answers({0: samples(0, taken, 0.0), 1: samples(1, 2.0 * taken, 0.25)}, {})
+
+    hosts = SimpleNamespace(members=SimpleNamespace(are_together=True), collect_shared=collect)
+    places = [tmp_path / name for name in ("attempt_0", "attempt_1")]
+
+    async def main() -> None:
+        record = ActivityRecord(cast(JobHosts, hosts), lambda: str(place[0]) if place[0] else None)
+        running = asyncio.ensure_future(record.run())
+        for folder in places:
+            folder.mkdir()
+            place[0] = folder
+            while len(read_points(str(folder), name=ACTIVITY)) < 5:
+                await asyncio.sleep(0.001)
+        running.cancel()
+
+    asyncio.run(asyncio.wait_for(main(), WITHIN))
+    for folder in places:
+        last = read_points(str(folder), name=ACTIVITY)[-1]
+        assert last.late == pytest.approx((0.0, 0.25))
+        assert last.metrics["memory GiB"] == (1.0, 1.0, 1.0) and last.outliers["lateness s"].startswith("rank ")
+        assert last.metrics["CPU cores"] == pytest.approx((1.0, 1.0, 1.0))
+
+
+def test_how_it_is_drawn(tmp_path: Path) -> None:
+    timeline = build(RESTARTED, ROLE, end=999.0)
+    for attempt, at in ((0, (107.0, 109.0)), (1, (112.0, 119.0))):
+        folder = tmp_path / "t" / "0" / f"attempt_{attempt}"
+        folder.mkdir(parents=True)
+        file = MetricsFile(str(folder), ACTIVITY)
+        for time in at:
+            file.add_point(point_of([view(0, 0.0, 1.0), view(1, 0.4 * attempt, 2.0), view(2, 0.001, 1.0)], time))
+    activity = read_activity(str(tmp_path), timeline)
+    assert [(found.role, found.attempt, found.rank) for found in activity] == [("t", 1, None), ("t", 2, None)]
+    shown = activity[1].to_json()["points"][0]
+    assert shown["metrics"]["lateness s"] == {"min": 0.0, "max": 0.4, "median": 0.001}
+    assert shown["late"] == (0.0, 0.4, 0.001) and shown["outliers"]["memory GiB"] == "rank 1 on node0"
+    points = [found.points for found in activity]
+    rows = late_rows(points, 3, timeline.job)
+    assert [(row.label, row.most) for row in rows] == [("rank 0", 0.0), ("rank 1", 0.4), ("rank 2", 0.001)]
+    columns = [column for column, share in rows[1].cells if share == 1.0]
+    assert columns == [*range(int(64 * 12 / 21), int(64 * 19 / 21) + 1)] and not rows[2].cells
+    (memory, _) = curves(points, over=timeline.job)
+    assert (memory.begin, memory.end, memory.low, memory.high) == ("0 s", "21.0 s", 1.0, 2.0)
+    assert memory.outlier == "rank 1 on node0" and len(memory.starts) == 1
+    assert late_rows([[Point(0, 105.0, 1, {}, {}, [0.0, 0.0005])]], 2, timeline.job) == []
+    job = Span("job", "job", 0.0, 10.0)
+    many = late_rows([[Point(0, at, 1, {}, {}, [row / 64 for row in range(64)]) for at in (2.0, 4.0)]], 128, job)
+    assert len(many) == 16 and many[-1].label == "ranks 126-127" and json.dumps(many)
