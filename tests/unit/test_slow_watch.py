@@ -33,6 +33,10 @@ class Notes(Reporter):
     def __init__(self) -> None:
         super().__init__(Console(2), None, "trainer")
         self.notes: list[tuple[str, str, dict[str, Any]]] = []
+        self.recorded: list[dict[str, object]] = []
+
+    def record(self, kind: str, text: str, **fields: object) -> None:
+        self.recorded.append({"kind": kind, **fields})
 
     def report(self, kind: str, text: str, **fields: object) -> None:
         self.notes.append((kind, text, fields))
@@ -156,5 +160,6 @@ def test_a_host_is_replaced_if_another_machine_may_help(machine: bool, excludes:
     hosts = watched(HostSpec(hang_after=0.0, slow_hosts="replace", spares=1), steps)
     pending = hosts.events.pending
     assert [type(event) for event in pending] == [HostExcluded] * excludes
+    assert hosts.reporter.recorded == [{"kind": "node_fault", "node": "n1", "fault": "slow"}] * machine
     for event in pending:
         assert event.saves and event.replica == 1 and event.result.reason.startswith("n1 is excluded: slow since ")

@@ -160,6 +160,9 @@ class SlowWatch:
         self._suspect, self._found, self._rounds, self._suspicions = suspect, found, [], 0
         self._lost = found.lost
         self._reporter.report("slow", found.message, attempt=attempt, slowness=dataclasses.asdict(found))
+        if found.replica is not None and len(attempts) > 1 and found.kind in MACHINE_KINDS:
+            node = attempts[found.replica].host.node
+            self._reporter.record("node_fault", found.message, node=node, fault="slow")
         spec = self._hosts.spec
         if spec.on_slow:
             data = {"id": spec.app, **dataclasses.asdict(found)}
