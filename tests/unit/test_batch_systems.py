@@ -21,7 +21,6 @@ from torchx_monarch.backends.batch.pbs import PbsBackend, PbsOpts
 from torchx_monarch.backends.batch.sge import SgeBackend, SgeOpts
 from torchx_monarch.backends.batch.snapshot import QueuedJob
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import reduce
@@ -115,29 +114,6 @@ def pbs_app() -> JobFolder:
     os.symlink(folder.root, os.path.join(backend._index, folder.app_id))
     state_files.write_json(folder.app, {"created": 1.0, "jobs": ["8", "9"], **submitted.to_json()})
     return folder
-
-
-def test_an_app_of_which_a_job_can_never_run_has_failed_and_leaves_the_queue_by_a_cancel(
-    pbs_app: JobFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue = QSTAT.replace("Not Running", "Can Never Run")
-    commands = list[Sequence[str]]()
-
-    def run(self: PbsBackend, command: Sequence[str]) -> str:
-        commands.append(command)
-        return queue
-
-    monkeypatch.setattr(PbsBackend, "run", run)
-    apps = Apps(PbsBackend(), "monarch_pbs")
-    found = apps.read(pbs_app.app_id)
-    assert found is not None and found[1].state is State.FAILED
-    assert (
-        found[1].message
-        == "replica r/0 cannot start: Can Never Run: Insufficient amount of resource: ngpus (R: 8 A: 0 T: 8)"
-    )
-    assert apps.wait(pbs_app.app_id, 0.0)
-    apps.cancel(pbs_app.app_id)
-    assert ["qdel", "8", "9"] in commands
 
 
 def test_jobs_that_are_submitted_while_the_queue_is_read_have_not_left_it(

@@ -65,15 +65,15 @@ class Apps(Place):
         "test_a_command_is_told_of_the_end[0]",
         "test_delete_leaves_nothing[0]",
         "test_describe_gives_the_original_app[1]",
-        "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed]",
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[succeeded]",
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed hosts]",
         "test_commands_restart_as_their_policy_says[APPLICATION-starts0]",
-        "test_commands_restart_as_their_policy_says[ROLE-starts1]",
     )
     own_bad_options = (
         ({"partitoin": "main"}, "(?s)partitoin.*partition"),
         ({"partition": "nosuch"}, "invalid partition"),
+        ({"signal": "USR1@60"}, "`signal` is 'USR1@60'; allowed is B:TERM@SECONDS"),
+        ({"container": "oci"}, "`container` is 'oci'; allowed is pyxis"),
     )
     request_function = "torchx_monarch.backends.batch.backend:BatchBackend.run"
     install = "Debian: slurm-client"
