@@ -97,7 +97,15 @@ def test_a_role_with_too_many_replicas_is_refused(replicas: int, spares: int) ->
         rewrite(given, WrapOptions(spec=HostSpec(spares=spares)))
 
 
-def test_spare_hosts_are_for_roles_of_ranks() -> None:
+def test_slow_hosts_are_replaced_by_spare_ones_or_left_out_of_elastic_jobs() -> None:
+    fixed, elastic = (app("torchrun", "--nnodes", nodes, "train.py", replicas=3) for nodes in ("3", "2:3"))
+    with pytest.raises(
+        CommandError, match="role 'trainer' has no spare host that could replace a slow one: use spares=1"
+    ):
+        rewrite(fixed, WrapOptions(spec=HostSpec(slow_hosts="replace")))
+    rewrite(fixed, WrapOptions(spec=HostSpec(slow_hosts="replace", spares=1)))
+    rewrite(elastic, WrapOptions(spec=HostSpec(slow_hosts="replace")))
+
     beside = AppDef("app", [app("torchrun", "a.py").roles[0], app("echo", "hello").roles[0]])
     beside.roles[1].name = "other"
     assert [spec.spares for spec in rewrite(beside, WrapOptions(spec=HostSpec(spares=1))).roles] == [1, 0]

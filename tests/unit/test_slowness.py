@@ -90,7 +90,7 @@ class Program:
         for _ in range(count):
             time += EVERY
             after = self.answers(time, EVERY, has_steps=has_steps)
-            if (pace := pace_of(ranks_of(before.values()), after.values(), time, EVERY)) is not None:
+            if (pace := pace_of(ranks_of(before.values()), after.values(), time, EVERY, 256)) is not None:
                 found.append(pace)
                 before = after
         return found
@@ -143,7 +143,7 @@ def test_slow_ranks_of_one_host_are_that_host_and_others_are_ranks() -> None:
 
 def test_slowness_counts_from_its_beginning_and_is_gone_after_its_end() -> None:
     program = Program(noisy({3: 2.0}, since=4 * EVERY))
-    paces = program.paces(4)
+    paces = program.paces(4)  # the first two are not counted
     assert find_suspect(paces, REPLICA_OF) is None
     paces += program.paces(2)
     assert find_suspect(paces, REPLICA_OF) is None  # not long enough
@@ -166,6 +166,17 @@ def test_one_long_wait_such_as_for_a_checkpoint_is_no_slowness() -> None:
         assert find_suspect(paces, REPLICA_OF) is None
 
 
+def test_steps_may_be_long_and_collectives_many() -> None:
+    def work(rank: int, step: int, now: float) -> float:
+        return (8.0 if rank == 5 else 4.0) if step % 10 == 0 else 0.0
+
+    groups = [[range(WORLD)]] * 10  # one rank is late in the first of ten collectives that follow each other
+    suspect = found(Program(work, groups), 8)
+    assert suspect is not None and suspect.ranks == (5,) and suspect.share > 0.3
+    many = found(Program(lambda rank, step, now: 0.02 if rank == 5 and not step % 10 else 0.001), 5)
+    assert many is not None and many.ranks == (5,) and many.share > 0.5
+
+
 def test_all_ranks_are_slow_beside_their_own_past() -> None:
     program = Program(noisy(dict.fromkeys(range(WORLD), 1.6), since=10 * EVERY))
     paces = program.paces(10)
@@ -185,16 +196,16 @@ def test_programs_without_collectives_are_compared_by_their_steps_and_without_st
     counts = [[10 * at * (3 if rank == 2 else 5) for rank in range(4)] for at in range(6)]
     looks = [answers(steps, EVERY * at) for at, steps in enumerate(counts, 1)]
     paces = [
-        pace_of(ranks_of(before.values()), after.values(), 0, EVERY)
+        pace_of(ranks_of(before.values()), after.values(), 0, EVERY, 256)
         for before, after in zip(looks, looks[1:], strict=False)
     ]
     suspect = find_suspect([pace for pace in paces if pace is not None], dict.fromkeys(range(4), 0))
     assert suspect is not None and suspect.ranks == (2,) and abs(suspect.share - 0.4) < 0.01
     nothing = answers([None] * 4, 1.0)
-    assert pace_of(ranks_of(nothing.values()), nothing.values(), 0, EVERY) is None
+    assert pace_of(ranks_of(nothing.values()), nothing.values(), 0, EVERY, 256) is None
     before = ranks_of(looks[0].values())
-    assert pace_of(before, looks[0].values(), 0, EVERY) is None  # no steps: a pause
-    assert pace_of(before, [HostPace(7.0, (RankPace(0, 1),))], 0, EVERY) is None  # ranks have ended
+    assert pace_of(before, looks[0].values(), 0, EVERY, 256) is None  # no steps: a pause
+    assert pace_of(before, [HostPace(7.0, (RankPace(0, 1),))], 0, EVERY, 256) is None  # ranks have ended
 
 
 def test_a_clock_that_differs_makes_no_rank_slow() -> None:
@@ -205,7 +216,7 @@ def test_a_clock_that_differs_makes_no_rank_slow() -> None:
         time += EVERY
         after = program.answers(time, EVERY)
         ahead = {**after, 1: with_clock(after[1], -30.0)}
-        pace = pace_of(ranks_of(before.values()), {**ahead, 1: with_clock(ahead[1], 30.0)}.values(), time, EVERY)
+        pace = pace_of(ranks_of(before.values()), {**ahead, 1: with_clock(ahead[1], 30.0)}.values(), time, EVERY, 256)
         assert pace is not None
         paces.append(pace)
         before = after
@@ -256,9 +267,10 @@ def test_in_what_a_rank_loses_its_time(activity: tuple[tuple[Frame, ...], Kernel
     frames, wait, kind, place, path = activity
     asleep = stacks(0, (BACKWARD,), KernelWait("S", "futex"))
     awake = stacks(0, (BACKWARD,), KernelWait("R"))
-    # What it does while others work, too, does not count.
+    # What it does while others work or sleep, too, does not count.
     rounds = [StackRound([stacks(5, frames, wait)], [asleep])] * 3
     rounds += [StackRound([stacks(5, (DATA,), KernelWait("S", "read", "/else"))], [awake])] * 9
+    rounds += [StackRound([stacks(5, (ALL_REDUCE, PROGRAM), KernelWait("S", "futex"))], [asleep])]
     found = verdict(*rounds)
     assert (found.kind, found.place.rpartition("/")[2], found.path) == (kind, place, path)
     assert (found.host, found.replica, found.whole_host) == ("node7", 1, False)

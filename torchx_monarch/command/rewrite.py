@@ -258,6 +258,11 @@ def _wrap(
         workload = WorkloadKind.COMMAND
     elif spares:
         role.num_replicas, role.min_replicas = replicas, found.command.min_nodes(role.num_replicas)
+    elif options.spec.slow_hosts == "replace" and found.command.min_nodes(replicas) == replicas:
+        raise CommandError(
+            f"role {role.name!r} has no spare host that could replace a slow one: use spares=1, or -j 4+1x8, with "
+            "slow_hosts=replace"
+        )
     rendezvous, is_joint = options.rendezvous.get(role.name, ""), role.name in coordination.joint
     spec = RoleSpec.from_role(role, workload=workload, rendezvous=rendezvous, ends_together=is_joint, spares=spares)
     is_server, is_command = is_joint and role.name == coordination.joint[0], found is None

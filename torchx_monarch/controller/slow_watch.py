@@ -89,8 +89,8 @@ class SlowWatch:
     def request(self) -> ReadCollectives:
         """Return the request whose answers ``observe`` takes."""
         self._sent = time.time()
-        calls = min(256, max(16, _CALLS // max(1, len(self._hosts.members.attempt))))
-        return ReadCollectives(False, max(1.0, self._sent - self._asked) if self._asked else _EVERY, calls)
+        self._calls = min(256, max(16, _CALLS // max(1, len(self._hosts.members.attempt))))
+        return ReadCollectives(False, max(1.0, self._sent - self._asked) if self._asked else _EVERY, self._calls)
 
     async def observe(self, answers: Mapping[int, HostCollectives], attempt: int) -> float:
         """Conclude from the answers of all hosts; return the seconds until the next ones are due."""
@@ -99,7 +99,7 @@ class SlowWatch:
         if not paces or not all(pace.time for pace in paces.values()):
             return at_rest
         # In a thread: thousands of hosts have many calls.
-        pace = await asyncio.to_thread(pace_of, self._past, paces.values(), now, now - self._asked)
+        pace = await asyncio.to_thread(pace_of, self._past, paces.values(), now, now - self._asked, self._calls)
         ranks = ranks_of(paces.values())
         if pace is not None or ranks.keys() != self._past.keys() or now - self._asked > _TOO_OLD * at_rest:
             self._past, self._asked = ranks, now

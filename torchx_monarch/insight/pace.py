@@ -26,8 +26,11 @@ _MIN_SHARE = 0.2
 _MIN_LOSS = 0.25
 """By which share the steps per second of a job that has become slow are below those of its past."""
 
+_WARM_UP = 2
+"""Paces at the beginning that do not count."""
+
 _MIN_PAST = 5
-"""Paces that are a past, without the first two, in which programs warm up."""
+"""Paces that are a past."""
 
 _MIN_STEPS = 3
 """Steps, in the median of the ranks, from which a speed is derived."""
@@ -125,12 +128,15 @@ class Pace:
     waits: Mapping[int, float]
 
 
-def pace_of(past: Mapping[int, RankPace], hosts: Collection[HostPace], now: float, seconds: float) -> Pace | None:
+def pace_of(
+    past: Mapping[int, RankPace], hosts: Collection[HostPace], now: float, seconds: float, calls: int
+) -> Pace | None:
     """Return the pace between two answers of all hosts; None if too little has been done to tell one.
 
     Args:
         past: the ranks some seconds ago, by their numbers.
         hosts: the hosts now, with times by the clock of replica 0 (``with_clock``).
+        calls: how many collectives of a group they tell at most.
     """
     ranks = ranks_of(hosts)
     if not past or past.keys() != ranks.keys():
@@ -141,8 +147,10 @@ def pace_of(past: Mapping[int, RankPace], hosts: Collection[HostPace], now: floa
         if present.step is not None and past[rank].step is not None
     }
     enough = len(steps) == len(ranks) and _median_low(steps.values()) >= _MIN_STEPS and min(steps.values()) >= 0
-    lost = _lost_in_groups([group for host in hosts for group in host.groups], seconds)
-    if not lost and enough and len(steps) > 1 and not any(host.groups for host in hosts):
+    lost = _lost_in_groups([group for host in hosts for group in host.groups], seconds, calls)
+    if lost is None:
+        return None
+    if not lost and enough and len(steps) > 1:
         lost = {rank: max(0.0, 1 - done / _others(steps, rank)) for rank, done in steps.items()}
     if not lost and not enough:
         return None
@@ -188,16 +196,23 @@ def mean(values: Iterable[float]) -> float:
     return sum(found) / len(found) if found else 0.0
 
 
-def _lost_in_groups(paces: Iterable[GroupPace], seconds: float) -> dict[int, float]:
+def _lost_in_groups(paces: Iterable[GroupPace], seconds: float, calls: int) -> dict[int, float] | None:
+    """Return ``Pace.lost``; empty if no ranks meet, and None if they have not met often enough to tell.
+
+    The calls of a group must be spread over half of the time: before a wait that has not ended others tell nothing.
+    """
     by_group: dict[tuple[str, str], list[GroupPace]] = {}
     for pace in paces:
         by_group.setdefault((pace.name, pace.members), []).append(pace)
-    makes_wait, waits = dict[int, float](), dict[int, float]()
+    makes_wait, waits, is_met = dict[int, float](), dict[int, float](), False
     for (_, members), hosts in by_group.items():
         first = max(host.first for host in hosts)
         end = min(host.first + len(host.earliest) for host in hosts)
         size = len(group_members(members))
-        if first >= end or size < 2 or sum(len(host.ranks) for host in hosts) != size:
+        if size < 2:
+            continue
+        is_met = True
+        if first >= end or sum(len(host.ranks) for host in hosts) != size:
             continue
         earliest, latest = (
             [
@@ -206,19 +221,23 @@ def _lost_in_groups(paces: Iterable[GroupPace], seconds: float) -> dict[int, flo
             ]
             for pick, name in ((min, "earliest"), (max, "latest"))
         )
+        spread, is_cut = latest[-1] - earliest[0], end - first >= calls // 2
+        if spread < seconds / 2 and not is_cut:
+            continue
         late: dict[int, float] = {}
         for host in hosts:
             own = host.earliest[first - host.first :][: end - first]
             after = sum(map(float.__sub__, own, earliest)) / len(own)
             late.update((rank, after + seconds_late) for rank, seconds_late in zip(host.ranks, host.late, strict=True))
-        share = min(1.0, _waited(earliest, latest) / seconds)
+        share = min(1.0, _waited(earliest, latest) / (spread if is_cut else seconds))
         most = max(late.values()) or 1.0
         for rank, seconds_late in late.items():
             own_share = share * max(0.0, seconds_late - _others(late, rank)) / most
             makes_wait[rank] = max(makes_wait.get(rank, 0.0), own_share)
             waits[rank] = max(waits.get(rank, 0.0), share * (1 - seconds_late / most))
     # A rank that is late in one group because it has waited in another one is not the reason.
-    return {rank: max(0.0, share - waits[rank]) for rank, share in makes_wait.items()}
+    lost = {rank: max(0.0, share - waits[rank]) for rank, share in makes_wait.items()}
+    return lost if lost or not is_met else None
 
 
 def _waited(earliest: Sequence[float], latest: Sequence[float]) -> float:
@@ -263,6 +282,7 @@ def find_suspect(paces: Sequence[Pace], replica_of: Mapping[int, int], in_a_row:
         paces: the oldest first.
         replica_of: the replica of each rank.
     """
+    paces = paces[_WARM_UP:]
     last = paces[-in_a_row:]
     if len(last) < in_a_row:
         return None
@@ -278,7 +298,7 @@ def find_suspect(paces: Sequence[Pace], replica_of: Mapping[int, int], in_a_row:
         alike = [rank for rank, replica in replica_of.items() if replica in of_host]
         is_host = len(of_host) == 1 and len(ranks) == len(alike) > 1
         return Suspect(ranks, most, since, step, of_host.pop() if is_host else None)
-    past = sorted(pace.speed for pace in paces[2 : -len(last)] if pace.speed is not None)
+    past = sorted(pace.speed for pace in paces[: -len(last)] if pace.speed is not None)
     speeds = [pace.speed for pace in last if pace.speed is not None]
     if len(past) < _MIN_PAST or len(speeds) < len(last):
         return None

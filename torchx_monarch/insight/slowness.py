@@ -120,10 +120,10 @@ def explain(
     """Return the verdict on ranks that are slow.
 
     Args:
-        rounds: those in which others sleep, as in a collective, count, if there are some.
+        rounds: those in which others are in a collective count, if there are some.
         hosts: the replica of each rank, and the name of its host.
     """
-    telling = [found for found in rounds if any(process.wait.state == "S" for process in found.others)]
+    telling = [found for found in rounds if Kind.COLLECTIVE in {_activity_of(other)[0] for other in found.others}]
     seen = Counter[tuple[Kind, str, str]]()
     for found in telling if len(telling) > 1 else rounds:
         for rank in {process.rank for process in found.suspects}:
@@ -131,8 +131,10 @@ def explain(
     kinds = Counter[Kind]()
     for (kind, _, _), count in seen.items():
         kinds[kind] += count
-    if not suspect.ranks and len(kinds) > 1 and kinds.total() < 4 * (kinds.total() - kinds[Kind.PROGRAM]):
-        del kinds[Kind.PROGRAM]  # which all ranks execute most of the time
+    # What ranks do most of the time in any case.
+    for usual in (Kind.COLLECTIVE, Kind.PROGRAM) if not suspect.ranks else (Kind.COLLECTIVE,):
+        if kinds[usual] < 0.75 * kinds.total():
+            del kinds[usual]
     kind = kinds.most_common(1)[0][0] if kinds else Kind.PROGRAM
     named = {hosts[rank] for rank in suspect.ranks}
     replica, host = named.pop() if len(named) == 1 else (None, "")
