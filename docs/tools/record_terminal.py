@@ -92,7 +92,19 @@ class Recording:
     seconds: float = 0
 
 
-_FAIL = "torchx run -s monarch_local --wait --log monarch.spmd --nproc 4 examples/digits.py --lr nan"
+_FAILING_RANK = """\
+import torch
+from torch import distributed as dist
+
+def read_shard(step):
+    if step == 20 and dist.get_rank() == 2:
+        raise ValueError(f"shard {step} is empty")
+
+dist.init_process_group("gloo")
+for step in range(100):
+    read_shard(step)
+    dist.all_reduce(torch.ones(64))
+"""
 
 _BREAKPOINT = """\
 import os
@@ -140,7 +152,12 @@ RECORDINGS = {
         "until torchx monarch logs last | grep -q 'hang:'; do sleep 0.2; done",
         after="torchx cancel $(cat handle)",
     ),
-    "failure": Recording((_FAIL,), 80, 24),
+    "failure": Recording(
+        ("torchx monarch status last",),
+        96,
+        files={"train.py": _FAILING_RANK},
+        before="torchx run -s monarch_local monarch.spmd --nproc 4 train.py; torchx monarch wait last",
+    ),
     "debug": Recording(
         ("torchx monarch logs last", "torchx monarch debug last"),
         120,
