@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torchx_monarch.backends.core.backend import Capabilities
 from torchx_monarch.backends.core.snapshot import ReplicaSnapshot
-from torchx_monarch.controller.host_messages import Request
+from torchx_monarch.controller.host_messages import REQUESTS
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.role_spec import RoleSpec
 
@@ -40,7 +40,7 @@ def _fields(kind: type) -> set[str]:
 
 
 def _requests() -> set[str]:
-    return {request.__name__ for request in Request.__subclasses__()}
+    return set(REQUESTS)
 
 
 def _greetings() -> set[str]:

@@ -75,7 +75,7 @@ def test_a_host_reads_proc_once_and_not_on_its_event_loop(tmp_path: Path) -> Non
             rank.begin(os.posix_spawnp("sleep", ["sleep", "300"], os.environ, setsid=True))
             rank.release()
         opened.clear()
-        samples = await take_samples(ranks, 0, "here", "app", WriterThread())
+        samples = await take_samples(ranks, 0, 0, "here", "app", WriterThread())
         for rank in ranks:
             rank.kill(signal.SIGKILL)
             await rank.drain()

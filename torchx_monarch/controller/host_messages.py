@@ -43,6 +43,10 @@ class Request(Generic[AnswerT]):
         return get_args(cls.__dict__["__orig_bases__"][0])[0]
 
 
+class Query(Request[AnswerT]):
+    """A request whose execution may be cancelled."""
+
+
 class HostError(Exception):
     """A host has not answered a request: its connection has ended, its answer is not valid, or it has refused."""
 
@@ -123,7 +127,7 @@ class StopRanks(Request[Exits]):
 
 
 @dataclasses.dataclass(frozen=True)
-class StopAtStep(Request[StepsRead]):
+class StopAtStep(Query[StepsRead]):
     """Have the ranks wait at a stop point, from 1, and answer when all do, or one has passed it; -1: only read.
 
     ``confirmed``: all ranks wait there, and end their loops. ``seconds`` from now the ranks must have ended; 0 leaves
@@ -136,7 +140,7 @@ class StopAtStep(Request[StepsRead]):
 
 
 @dataclasses.dataclass(frozen=True)
-class TakeStacks(Request[list[SharedStacks]]):
+class TakeStacks(Query[list[SharedStacks]]):
     """Take the stacks of the ranks of the host, or of one global rank."""
 
     rank: int | None
@@ -145,7 +149,7 @@ class TakeStacks(Request[list[SharedStacks]]):
 
 
 @dataclasses.dataclass(frozen=True)
-class ProfileRanks(Request[list[RankProfile]]):
+class ProfileRanks(Query[list[RankProfile]]):
     """Profile the ranks of the host, those of the global ``ranks`` alone unless it is empty (see ``rank_stacks``)."""
 
     ranks: tuple[int, ...]
@@ -154,7 +158,7 @@ class ProfileRanks(Request[list[RankProfile]]):
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadCollectives(Request[HostCollectives]):
+class ReadCollectives(Query[HostCollectives]):
     """Read the state of the collectives of the host's ranks; with ``details`` all of it, else the longest wait.
 
     With ``seconds``, also the pace of the ranks in the last so many seconds, with at most ``calls`` of each group.
@@ -166,12 +170,12 @@ class ReadCollectives(Request[HostCollectives]):
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleRanks(Request[str]):
+class SampleRanks(Query[str]):
     """Take a sample of each rank of the host: ``RankSamples.to_text``, which replica 0 passes on and does not read."""
 
 
 @dataclasses.dataclass(frozen=True)
-class TakeFacts(Request[HostFacts]):
+class TakeFacts(Query[HostFacts]):
     """Take the facts that the pre-flight compares."""
 
 
@@ -202,7 +206,7 @@ class BeginRun(Request[RunBegun]):
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadOutput(Request[str]):
+class ReadOutput(Query[str]):
     """Wait for output of a run on the host, and return it as records, JSON lines; nothing after the last."""
 
     token: str
@@ -231,14 +235,14 @@ class WorkerLoopEnded:
 
 
 @dataclasses.dataclass(frozen=True)
-class RunWorkerLoop(Request[WorkerLoopEnded]):
+class RunWorkerLoop(Query[WorkerLoopEnded]):
     """Run a Monarch worker loop for a client until the request is cancelled (see ``host.worker_loops``)."""
 
     token: str
 
 
 @dataclasses.dataclass(frozen=True)
-class GetWorkerLoop(Request[str]):
+class GetWorkerLoop(Query[str]):
     """Wait until the worker loop of a client listens; the answer is the address with which the client attaches."""
 
     token: str
@@ -310,7 +314,7 @@ class RestoreCheckpoint(Request[str]):
 
 
 @dataclasses.dataclass(frozen=True)
-class KeepCheckpoints(Request[None]):
+class KeepCheckpoints(Query[None]):
     """Keep whole checkpoints, by their steps and attempts, remove earlier ones, and fetch a copy of a part.
 
     The host reports what it has then: an answer, for which others are waited for, would be older than later reports.
@@ -340,7 +344,9 @@ Report: TypeAlias = SignalReceived | CheckpointParts
 Handler: TypeAlias = Callable[[Request[Any]], Awaitable[Any]]
 """Executes a request and returns its answer; it raises nothing but ``HostRefused``."""
 
-_REQUESTS = {request.__name__: request for request in Request.__subclasses__()}
+REQUESTS: dict[str, type[Request[Any]]] = {
+    request.__name__: request for kind in (Request, Query) for request in kind.__subclasses__() if request is not Query
+}
 
 
 def encode_request(number: int, request: Request[Any]) -> bytes:
@@ -352,9 +358,9 @@ def encode_request(number: int, request: Request[Any]) -> bytes:
 def decode_request(message: messages.Message) -> Request[Any]:
     """Return the request of a message; raise ``DecodeError`` if it is none, or a field has the wrong type."""
     name = str(message.get("name"))
-    if name not in _REQUESTS:
+    if name not in REQUESTS:
         raise DecodeError(f"unknown request {name!r:.40}")
-    return decode(_REQUESTS[name], message.get("fields"), name)
+    return decode(REQUESTS[name], message.get("fields"), name)
 
 
 _REPORTS = {report.__name__: report for report in get_args(Report)}

@@ -287,6 +287,7 @@ class RunQueue:
         for member in self.hosts.members:
             if member.reading is not None:
                 member.reading.cancel()
+                member.reading = None
         self._reporter.echo = None
         exits = [{"type": "exit", "exit": vars(attempt.exits[rank])} for rank in sorted(attempt.exits)]
         self._reporter.report("run_end", f"run {run.number} {word}: {result.reason}", run=run.number, code=result.code)

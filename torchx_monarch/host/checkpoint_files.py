@@ -66,7 +66,7 @@ class PartFiles:
     ``files`` are awaited: checksums are calculated in the background, from the moment at which a rank has written them.
     """
 
-    def __init__(self, part: CheckpointPart, folder: str, files: asyncio.Task[tuple[PartFile, ...]]) -> None:
+    def __init__(self, part: CheckpointPart, folder: str, files: asyncio.Future[tuple[PartFile, ...]]) -> None:
         self.part = part
         self.folder = folder
         self.files = files

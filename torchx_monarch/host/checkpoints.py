@@ -193,7 +193,7 @@ class HostCheckpoints:
         more = (said.persist, said.persist_every, said.shared)
         return CheckpointPart(step, world.attempt, replica, ranks, said.ranks, world.size, 0, *more)
 
-    def _add(self, part: CheckpointPart, folder: str, files: asyncio.Task[tuple[PartFile, ...]]) -> PartFiles:
+    def _add(self, part: CheckpointPart, folder: str, files: asyncio.Future[tuple[PartFile, ...]]) -> PartFiles:
         added = self._parts[part.step, part.attempt, part.replica] = PartFiles(part, folder, files)
         return added
 
@@ -342,8 +342,7 @@ class HostCheckpoints:
         return ""
 
 
-def _done(files: tuple[PartFile, ...]) -> asyncio.Task[tuple[PartFile, ...]]:
-    async def get() -> tuple[PartFile, ...]:
-        return files
-
-    return asyncio.ensure_future(get())
+def _done(files: tuple[PartFile, ...]) -> asyncio.Future[tuple[PartFile, ...]]:
+    done = asyncio.get_running_loop().create_future()
+    done.set_result(files)
+    return done

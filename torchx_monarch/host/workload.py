@@ -32,19 +32,6 @@ if TYPE_CHECKING:
     from torchx_monarch.controller.run_queue import RunQueue
     from torchx_monarch.host.worker_loops import WorkerLoops
 
-_QUERIES = (
-    host_messages.TakeStacks,
-    host_messages.ProfileRanks,
-    host_messages.ReadCollectives,
-    host_messages.StopAtStep,
-    host_messages.SampleRanks,
-    host_messages.TakeFacts,
-    host_messages.RunWorkerLoop,
-    host_messages.GetWorkerLoop,
-    host_messages.KeepCheckpoints,
-    host_messages.ReadOutput,
-)
-
 
 class Workload(abc.ABC):
     """The workload of a host; ``pool`` has what runs at present.
@@ -149,7 +136,7 @@ class Workload(abc.ABC):
         executing.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             # Only a query may be cancelled: the zygote's next order would read the answer that is due to this one.
-            return await (executing if isinstance(request, _QUERIES) else asyncio.shield(executing))
+            return await (executing if isinstance(request, host_messages.Query) else asyncio.shield(executing))
         except (CommandError, LaunchError) as error:
             reason, code = str(error), 2 if isinstance(error, CommandError) else 1
         except Exception as error:

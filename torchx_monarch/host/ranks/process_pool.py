@@ -151,7 +151,8 @@ class ProcessPool:
         """Return a sample of each rank of the attempt."""
         from torchx_monarch.host.ranks.rank_samples import take_samples
 
-        return await take_samples(self.ranks, self._replica, self._hostname, self._marker, self._disk)
+        attempt = 0 if self.world is None else self.world.attempt
+        return await take_samples(self.ranks, attempt, self._replica, self._hostname, self._marker, self._disk)
 
     @functools.cached_property
     def _stacks(self) -> RankStacks:

@@ -207,7 +207,7 @@ class RankPool(ProcessPool):
         ranks = []
         for local_rank in range(self.starter.count):
             number = world.place(self._replica).first_rank + local_rank
-            rank = Rank(number, local_rank, self._on_first_output, world.attempt)
+            rank = Rank(number, local_rank, self._on_first_output)
             unstarted.callback(rank.discard)
             rank.directory = self._logs.attach(rank.stdout, rank.stderr, world.log_attempt, number, local_rank)
             if rank.directory is not None:

@@ -53,13 +53,11 @@ class Rank(Child):
         rank: int,
         local_rank: int,
         on_first_output: Callable[[], None],
-        attempt: int = 0,
         process: subprocess.Popen[bytes] | None = None,
     ) -> None:
         super().__init__()
         self.rank = rank
         self.local_rank = local_rank
-        self.attempt = attempt
         self.directory: Path | None = None
         self.error_file = ""
         self.started = time.time()

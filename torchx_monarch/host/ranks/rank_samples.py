@@ -39,7 +39,7 @@ _STATES = {"D": "uninterruptible", "T": "stopped", "t": "stopped", "Z": "zombie"
 
 
 async def take_samples(
-    ranks: Sequence[Rank], replica: int, hostname: str, marker: str, disk: WriterThread
+    ranks: Sequence[Rank], attempt: int, replica: int, hostname: str, marker: str, disk: WriterThread
 ) -> RankSamples:
     """Return a sample of each rank, also of those that have ended. Nothing is measured between two calls."""
     running = [rank for rank in ranks if rank.is_running]
@@ -49,7 +49,8 @@ async def take_samples(
         families = {rank.pid: [rank.pid, *processes.descendants(rank.pid, marker, children)] for rank in running}
         devices = device_use(families)
         return [
-            _sample(rank, replica, hostname, families.get(rank.pid, []), devices.get(rank.pid, ())) for rank in ranks
+            _sample(rank, attempt, replica, hostname, families.get(rank.pid, []), devices.get(rank.pid, ()))
+            for rank in ranks
         ]
 
     asking = asyncio.ensure_future(flight_recorders.status(running, _TIMEOUT))
@@ -68,7 +69,7 @@ async def take_samples(
 
 
 def _sample(
-    rank: Rank, replica: int, hostname: str, family: Sequence[int], devices: tuple[DeviceUse, ...]
+    rank: Rank, attempt: int, replica: int, hostname: str, family: Sequence[int], devices: tuple[DeviceUse, ...]
 ) -> RankSample:
     """Return the sample of a rank without its groups; its family is empty if it has ended."""
     status = process_status.status(rank.pid) if family else None
@@ -81,7 +82,7 @@ def _sample(
         replica=replica,
         host=hostname,
         pid=rank.pid,
-        attempt=rank.attempt,
+        attempt=attempt,
         state="ended" if status is None else _STATES.get(status.state, "running"),
         started=rank.started,
         cpu_seconds=sum(use.cpu_seconds for use in uses),
