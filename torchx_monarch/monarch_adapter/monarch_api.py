@@ -7,19 +7,19 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.exceptions import ClientError
 from torchx_monarch.model.env_names import keep_monarch_log_private
 from torchx_monarch.monarch_adapter import socket_guard
 from torchx_monarch.monarch_adapter.attachment import CA, attach, without_noise
+from torchx_monarch.system import process_status
 
 if TYPE_CHECKING:
     from monarch import actor
@@ -68,14 +68,11 @@ def _wait_for_threads() -> None:
     Monarch's functions at exit, registered later, run before this one, and wait for the threads for one second.
     """
     until = time.monotonic() + _THREADS_END_WITHIN
-    while any(name.startswith(_THREAD) for name in _thread_names()) and time.monotonic() < until:
+    while time.monotonic() < until:
+        found = (process_status.status(os.getpid(), thread) for thread in process_status.threads(os.getpid()))
+        if not any(status is not None and status.name.startswith(_THREAD) for status in found):
+            break
         time.sleep(0.01)
-
-
-def _thread_names() -> Iterator[str]:
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:  # it may have ended meanwhile
-            yield file.read()
 
 
 def start_worker(

@@ -87,7 +87,8 @@ class FlightRecorders:
                 elif kind == DUMP:
                     connection.answer(DUMP)
                 elif kind == GROUPS:
-                    connection.answer(GROUPS, parse_groups(data))
+                    groups = decode(tuple[GroupStatus, ...], json.loads(data))
+                    connection.answer(GROUPS, tuple(map(_limited, groups[:MAX_GROUPS])))
                 else:
                     dumps += 1
                     if not rank.failure:  # when its interpreter ends, a program may destroy the groups
@@ -129,17 +130,8 @@ def _store(folder: Path | None, recorder: str, data: bytes) -> None:
         os.replace(aside, path)
 
 
-def parse_groups(data: bytes) -> tuple[GroupStatus, ...]:
-    """Parse the process groups that a rank has sent, and limit what it can make others keep.
-
-    Raises:
-        ValueError: they are something else.
-    """
-    groups = decode(tuple[GroupStatus, ...], json.loads(data))
-    return tuple(map(_limited, groups[:MAX_GROUPS]))
-
-
 def _limited(group: GroupStatus) -> GroupStatus:
+    """Limit what a rank can make others keep; raise a ``ValueError`` if a value is out of range."""
     parse_ranks(group.ranks)
     calls = group.calls[-MAX_CALLS:] if len(group.calls) <= group.enqueued else ()
     if not all(0 <= number < _MAX_NUMBER for number in (group.enqueued, group.completed, group.last_call, *calls)):

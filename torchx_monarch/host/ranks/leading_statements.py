@@ -34,7 +34,7 @@ _DYNAMO = "torch._dynamo"
 """What DistributedDataParallel's constructor imports: 829 modules, about a second (torch 2.13)."""
 
 _COMPILER = "torch._inductor.compile_fx"
-"""What ``torch.compile`` imports as well: 480 modules, half a second. A part of it may open a GPU, with Triton."""
+"""What ``torch.compile`` imports as well: 480 modules, half a second (torch 2.13)."""
 
 _RUNS_A_THREAD = "monarch"
 """A package that ranks cannot share: that is known before half a second is spent on its import."""
@@ -106,7 +106,7 @@ def _read_all(reader: _Reader, mode: str, target: str, folder: str, preloaded: C
     if os.path.basename(path) == "__main__.py" and mode == "module":
         package = target
     found = [*reader.module(package), *reader.file(path, package, is_program=True)]
-    if not reader.has_read(path) and not reader.end:
+    if path not in reader.trees and not reader.end:
         return Leading((), f"{target}: no Python source was found")
     last = max((at for at, (_, names) in enumerate(found, 1) if _is_slow(names, preloaded)), default=0)
     heavy = {*reader.heavy, *([_DYNAMO] if any(text in reader.source for text in _USES_DYNAMO) else [])}
@@ -152,6 +152,7 @@ class _Reader:
         end: the first other statement; empty before it.
         heavy: what is imported of ``NOT_IN_TORCH`` before and after that.
         stamps: when files and their folders, which may not exist, were changed.
+        trees: the syntax trees of the files that were read.
 
     Args:
         folder: where Python looks first for modules, which are the user's own.
@@ -165,11 +166,8 @@ class _Reader:
         self._folder = folder
         # A folder without ``__init__.py`` does not come before an installed package.
         self._own = {module.name for module in pkgutil.iter_modules([folder])}
-        self._trees: dict[str, ast.Module] = {}
+        self.trees: dict[str, ast.Module] = {}
         self._pure: dict[str, PureStatements] = {}
-
-    def has_read(self, path: str) -> bool:
-        return path in self._trees
 
     def module(self, name: str) -> Iterator[tuple[Statement, Sequence[str]]]:
         """Read what Python executes for the import of a module of the user's own, and of the packages around it."""
@@ -183,7 +181,7 @@ class _Reader:
 
     def file(self, path: str, package: str, is_program: bool = False) -> Iterator[tuple[Statement, Sequence[str]]]:
         """Read a file whose relative imports are from a package."""
-        if path in self._trees:
+        if path in self.trees:
             return
         self.stamps.update({place: _stamp(place) for place in (path, os.path.dirname(path))})
         source = _read(path)
@@ -191,12 +189,12 @@ class _Reader:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the program prints its own
-                tree = self._trees[path] = ast.parse(source)
+                tree = self.trees[path] = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            tree = self._trees[path] = ast.Module([], [])  # the program reports it, if its interpreter finds it wrong
+            tree = self.trees[path] = ast.Module([], [])  # the program reports it, if its interpreter finds it wrong
             self._end(path, 1, "it is not read")
         if not source and not path.endswith("__init__.py"):
-            del self._trees[path]
+            del self.trees[path]
             return
         if not self.end:
             self._pure[path] = PureStatements(tree, is_program)
@@ -231,7 +229,7 @@ class _Reader:
         elif package in self._own:
             yield from self.module(names[0])
             place = os.path.join(self._folder, *names[0].split("."))
-            init = self._trees.get(os.path.join(place, "__init__.py"))
+            init = self.trees.get(os.path.join(place, "__init__.py"))
             bound = _bound(init) if init is not None else set()
             for name in names[1:] if os.path.isdir(place) else ():
                 if self._is_file(name) and name.rpartition(".")[2] not in bound:

@@ -140,26 +140,23 @@ def device_use(families: Mapping[int, Collection[int]]) -> dict[int, tuple[Devic
 
     Empty without nvidia-ml-py or NVIDIA's driver.
     """
-    with contextlib.suppress(Exception):  # of a driver that has been unloaded, or forbids it: ranks run all the same
-        return _use(_nvml(), families)
-    return {}
-
-
-def _use(nvml: Any, families: Mapping[int, Collection[int]]) -> dict[int, tuple[DeviceUse, ...]]:
     found: dict[int, list[DeviceUse]] = {}
-    for index in range(nvml.nvmlDeviceGetCount() if nvml is not None else 0):
-        device = nvml.nvmlDeviceGetHandleByIndex(index)
-        used = {
-            process.pid: process.usedGpuMemory or 0 for process in nvml.nvmlDeviceGetComputeRunningProcesses(device)
-        }
-        owners = {root: [pid for pid in family if pid in used] for root, family in families.items()}
-        if not any(owners.values()):
-            continue
-        name = nvml.nvmlDeviceGetName(device)
-        shown = one_line(name if isinstance(name, str) else name.decode(errors="replace"), 100)
-        busy, total = nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100, nvml.nvmlDeviceGetMemoryInfo(device).total
-        for root, pids in owners.items():
-            if pids:
-                memory = sum(used[pid] for pid in pids)
-                found.setdefault(root, []).append(DeviceUse(index, shown, busy, memory, total))
+    with contextlib.suppress(Exception):  # of a driver that has been unloaded, or forbids it: ranks run all the same
+        nvml = _nvml()
+        for index in range(nvml.nvmlDeviceGetCount() if nvml is not None else 0):
+            device = nvml.nvmlDeviceGetHandleByIndex(index)
+            used = {
+                process.pid: process.usedGpuMemory or 0 for process in nvml.nvmlDeviceGetComputeRunningProcesses(device)
+            }
+            owners = {root: [pid for pid in family if pid in used] for root, family in families.items()}
+            if not any(owners.values()):
+                continue
+            name = nvml.nvmlDeviceGetName(device)
+            shown = one_line(name if isinstance(name, str) else name.decode(errors="replace"), 100)
+            busy = nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100
+            total = nvml.nvmlDeviceGetMemoryInfo(device).total
+            for root, pids in owners.items():
+                if pids:
+                    memory = sum(used[pid] for pid in pids)
+                    found.setdefault(root, []).append(DeviceUse(index, shown, busy, memory, total))
     return {root: tuple(devices) for root, devices in found.items()}
