@@ -112,7 +112,7 @@ class ImportWatch:
         self._reads_variables = reads_variables
         self._problem = ""
         self._stamps: dict[tuple[str, str], object] = {}
-        self._times: dict[int, tuple[Any, Callable[[], Any], Sequence[Caller]]] = {}
+        self._times: dict[int, tuple[Any, Callable[[Any], Any], Sequence[Caller]]] = {}
         self._process_ids: list[tuple[int, Sequence[str], Sequence[Caller]]] = []
         self._tokens: list[tuple[bytes, Callable[[], Any], Sequence[Caller]]] = []
         self._kept: list[tuple[dict[str, Any], str, Any, Callable[[Any], Any]]] = []
@@ -253,7 +253,7 @@ class ImportWatch:
 
     def _see_time(self, original: Any, *args: Any) -> Any:
         value = original(*args)
-        self._times[id(value)] = value, functools.partial(original, *args), _callers()[0]
+        self._times[id(value)] = value, lambda _: original(*args), _callers()[0]
         return value
 
     def _see_random(self, original: Any, *args: Any, **options: Any) -> Any:
@@ -308,19 +308,23 @@ class ImportWatch:
 
     def _kept_time(self, modules: Collection[dict[str, Any]]) -> str:
         """Find times among the global names of modules; give these the functions that they have imported watched."""
-        now, day = int(time.time()) + 1, time.strftime("%Y-%m-%d")
+        now, day = time.time(), time.strftime("%Y-%m-%d")
         days = re.compile(f"{day}|{day.replace('-', '')}")
+
+        def moved(old: datetime.datetime) -> datetime.datetime:
+            return old + datetime.timedelta(seconds=time.time() - now)
+
         for names in modules:
             for name, value in list(names.items()):
                 kind = type(value)
                 if kind is types.FunctionType and id(value) in self._originals:
                     names[name] = self._originals[id(value)]
                 elif (kind is float or kind is int) and id(value) in self._times:
-                    self._kept.append((names, name, value, functools.partial(_draw_again, self._times[id(value)][1])))
-                elif kind is int and self._began <= value <= now:
+                    self._kept.append((names, name, value, self._times[id(value)][1]))
+                elif kind is int and self._began <= value <= now + 1:
                     self._kept.append((names, name, value, lambda _: int(time.time())))
-                elif kind is datetime.datetime and any(self._began <= seconds <= now for seconds in _seconds(value)):
-                    self._kept.append((names, name, value, functools.partial(_moved, value, time.time())))
+                elif kind is datetime.datetime and any(self._began <= found <= now + 1 for found in _seconds(value)):
+                    self._kept.append((names, name, value, moved))
                 elif kind is str and days.search(value) and name[:2] != "__":
                     return f"{names['__name__']}.{name} may be the time of its import"
         for time_, _, callers in self._times.values():
@@ -491,14 +495,6 @@ def _respelled(old: tuple[Any, ...], draw: Callable[[], Any], value: Any) -> Any
         if type(before) is type(value):
             value = value.replace(before, after) if type(value) is str else after if value == before else value
     return value
-
-
-def _draw_again(draw: Callable[[], Any], _: Any) -> Any:
-    return draw()
-
-
-def _moved(old: datetime.datetime, then: float, _: Any) -> datetime.datetime:
-    return old + datetime.timedelta(seconds=time.time() - then)
 
 
 def _seconds(value: datetime.datetime) -> list[float]:

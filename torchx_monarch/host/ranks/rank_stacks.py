@@ -16,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -227,9 +226,7 @@ async def _sampled(rank: RankProfile, seconds: float, idle: bool, limit: int) ->
     with contextlib.ExitStack() as stack:
         try:
             # Files without a name: what py-spy prints may be long, and nobody reads it meanwhile.
-            samples, said = await asyncio.to_thread(
-                lambda: [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
-            )
+            samples, said = (stack.enter_context(safe_files.nameless_file()) for _ in range(2))
             options += ["--nonblocking", "--full-filenames", "--output", f"/proc/self/fd/{samples.fileno()}"]
             process, _ = children.start(
                 [await asyncio.to_thread(_py_spy), "record", "--pid", str(rank.pid), "--format", "raw", *options],
