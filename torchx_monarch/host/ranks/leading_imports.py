@@ -88,10 +88,10 @@ class LeadingImports:
             Functions for forks that make anew what they must not share.
         """
         before, main, generators = set(sys.modules), types.ModuleType("__main__"), safety["Generators"]()
-        executed = set[str]()
+        executed, path0 = set[str](), sys.path[:1]
         vars(main).update(__builtins__=sys.modules["builtins"], __file__=self._path)
         sys.modules["__main__"] = main
-        with _Output() as output, self._watched() as problem:
+        with _Output() as output, self._watched():
             for path, line, text in self._statements:
                 # What the program has no statement for is hidden from those that its ranks execute.
                 if self.unshared if line else sys.modules.keys() >= {*text.removeprefix("import ").split(", ")}:
@@ -108,7 +108,9 @@ class LeadingImports:
                         output.truncate(printed)
                     else:
                         resources = safety["Resources"](fork)
-                        why = self._execute(path, line, text, main) or problem()
+                        why = self._execute(path, line, text, main)
+                        if sys.path[:1] != path0:
+                            why = why or "it changes the beginning of sys.path"
                         why = why or resources.what_is_new("it", self._watch.places) or generators.seeded_by("it")
                         new = sys.modules.keys() - imported
                         why = why or self._watch.problem(new) or self._out_of_order(text, main)
@@ -169,18 +171,13 @@ class LeadingImports:
         return ""
 
     @contextlib.contextmanager
-    def _watched(self) -> Iterator[Callable[[], str]]:
-        """Watch what statements read and import; yield a function that returns what must not be shared, if anything."""
-        path0, argv = sys.path[:1], sys.argv
-
-        def problem() -> str:
-            return "it changes the beginning of sys.path" if sys.path[:1] != path0 else ""
-
+    def _watched(self) -> Iterator[None]:
+        argv = sys.argv
         del sys.argv  # another run may have other arguments
         sys.meta_path.insert(0, self._guard)
         try:
             with self._watch.replaced_functions():
-                yield problem
+                yield
         finally:
             sys.meta_path.remove(self._guard)
             sys.argv = argv

@@ -133,12 +133,6 @@ def _lead(order: dict[str, Any]) -> dict[str, Any]:
         return {}  # each rank executes an interpreter of its own
     run_sibling_file = _program["run_sibling_file"]
 
-    def fork() -> int:
-        parent = os.getpid()  # that of an earlier copy, perhaps
-        if (copy := _fork()) == 0:
-            _die_with(parent)
-        return copy
-
     if order["cwd"] is not None:
         os.chdir(order["cwd"])
     os.environ.update(order["env"])
@@ -148,16 +142,23 @@ def _lead(order: dict[str, Any]) -> dict[str, Any]:
     path0, watch = sys.path[0] if is_set else "", run_sibling_file("import_watch.py")
     leading = run_sibling_file("leading_imports.py")["LeadingImports"](order, path0, watch)
     _program["leading"] = leading
-    _renewals.extend(leading.execute(fork, run_sibling_file("fork_safety.py"), preloaded.hide_again))
+    _renewals.extend(leading.execute(_fork, run_sibling_file("fork_safety.py"), preloaded.hide_again))
     gc.freeze()
     return {"unshared": leading.unshared}
 
 
 def _fork() -> int:
-    """Fork without Python 3.12's warning of threads: OpenBLAS has some, and ends them before the fork."""
+    """Fork a process that ends when this one does.
+
+    Python 3.12 warns of threads: OpenBLAS has some, and ends them before the fork.
+    """
+    parent = os.getpid()  # that of an earlier copy of the zygote, perhaps
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return os.fork()
+        child = os.fork()
+    if not child:
+        _die_with(parent)
+    return child
 
 
 def _in_fork(name: str, function: Callable[..., Any], *args: Any) -> dict[str, Any]:
@@ -166,11 +167,10 @@ def _in_fork(name: str, function: Callable[..., Any], *args: Any) -> dict[str, A
     torch queries the GPU driver. A process that has done so can no longer use GPUs in its own forks, nor select them
     by CUDA_VISIBLE_DEVICES.
     """
-    zygote, (reader, writer) = os.getpid(), os.pipe()
+    reader, writer = os.pipe()
     child = _fork()
     if child == 0:
         try:
-            _die_with(zygote)
             answer = {name: function(*args)}
         except BaseException as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
