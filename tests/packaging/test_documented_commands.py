@@ -101,6 +101,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("train.py", "main.py", "package/train.py", "pkg/train.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(PROGRAM)
+    component = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "how_to" / "recipes.md").read_text(), re.DOTALL)
+    assert component is not None
+    (tmp_path / "job.py").write_text(component[1])
     # Ranks that import no torch cost a tenth, and no command line changes.
     (tmp_path / ".torchxconfig").write_text("[monarch_local]\npreload = none\n")
     monkeypatch.chdir(tmp_path)
