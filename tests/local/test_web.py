@@ -145,6 +145,7 @@ def test_in_a_browser(apps: Detached, site: Site, tmp_path: Path) -> None:
     with browser.started(path) as opened:
         opened.open(site.link, 390, 800)
         assert opened.evaluate("document.title") == "Jobs" and "token" not in opened.evaluate("location.href")
+        assert opened.evaluate("document.querySelector('td').offsetHeight < 120")  # no letter has a line of its own
         for width, dark in ((1200, True), (390, False)):
             opened.open(f"http://{site.place}/job?{query}", width, 800, dark)
             assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -44,6 +44,8 @@ def test_a_point_has_the_median_the_limits_and_the_outlier() -> None:
     many = point_of([view(rank, rank / 1000, 1.0) for rank in range(200)], 50.0)
     assert len(many.late) == MAX_ROWS and (many.late[0], many.late[-1]) == (0.002, 0.199)
     assert point_of([], 1.0).late == []
+    ended = [dataclasses.replace(view(rank, None, 0.0), state=state) for rank, state in enumerate(("ended", "zombie"))]
+    assert point_of([*ended, view(2, None, 1.0)], 1.0).metrics == {"memory GiB": (1.0, 1.0, 1.0)}
 
 
 def test_what_joined_points_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

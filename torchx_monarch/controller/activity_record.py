@@ -39,7 +39,7 @@ def point_of(ranks: Sequence[RankView], now: float) -> Point:
     """Return what ranks do at one time: of each measure the smallest and the largest value, and the median."""
     metrics: dict[str, Values] = {}
     outliers = {}
-    running = [rank for rank in ranks if rank.state != "ended"]
+    running = [rank for rank in ranks if rank.state not in ("ended", "zombie")]
     for name, measure in _MEASURED.items():
         values = {rank.rank: value for rank in running if (value := measure(rank)) is not None}
         if values:
