@@ -265,12 +265,10 @@ def verdict(*rounds: StackRound, suspect: Suspect = SUSPECT, waits: float = 0.05
 @pytest.mark.parametrize("activity", ACTIVITIES.values(), ids=ACTIVITIES)
 def test_in_what_a_rank_loses_its_time(activity: tuple[tuple[Frame, ...], KernelWait, Kind, str, str]) -> None:
     frames, wait, kind, place, path = activity
-    asleep = stacks(0, (BACKWARD,), KernelWait("S", "futex"))
-    awake = stacks(0, (BACKWARD,), KernelWait("R"))
-    # What it does while others work or sleep, too, does not count.
-    rounds = [StackRound([stacks(5, frames, wait)], [asleep])] * 3
-    rounds += [StackRound([stacks(5, (DATA,), KernelWait("S", "read", "/else"))], [awake])] * 9
-    rounds += [StackRound([stacks(5, (ALL_REDUCE, PROGRAM), KernelWait("S", "futex"))], [asleep])]
+    # Others wait while it does what all have to do, and do that while it does what is its own.
+    waiting, working = stacks(0, (BACKWARD,), KernelWait("S", "futex")), stacks(0, (PROGRAM,), KernelWait("S"))
+    mine, common = stacks(5, frames, wait), stacks(5, (PROGRAM,), KernelWait("S"))
+    rounds = [StackRound([mine], [working])] * 4 + [StackRound([common], [waiting])] * 4
     found = verdict(*rounds)
     assert (found.kind, found.place.rpartition("/")[2], found.path) == (kind, place, path)
     assert (found.host, found.replica, found.whole_host) == ("node7", 1, False)

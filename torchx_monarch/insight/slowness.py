@@ -24,6 +24,9 @@ from torchx_monarch.system.untrusted_text import one_line
 
 _MAX_LINE = 500
 
+_MIN_MORE = 0.1
+"""By which part of the time more than others a rank must do something for it to be the reason."""
+
 
 class Kind(str, enum.Enum):
     """In what slow ranks lose the time."""
@@ -120,25 +123,19 @@ def explain(
     """Return the verdict on ranks that are slow.
 
     Args:
-        rounds: those in which others are in a collective count, if there are some.
+        rounds: what suspects do more often than others counts: while these wait, a suspect may do what all have to do.
         hosts: the replica of each rank, and the name of its host.
     """
-    telling = [found for found in rounds if Kind.COLLECTIVE in {_activity_of(other)[0] for other in found.others}]
-    seen = Counter[tuple[Kind, str, str]]()
-    for found in telling if len(telling) > 1 else rounds:
-        for rank in {process.rank for process in found.suspects}:
-            seen[_activity([process for process in found.suspects if process.rank == rank])] += 1
-    kinds = Counter[Kind]()
-    for (kind, _, _), count in seen.items():
-        kinds[kind] += count
-    # What ranks do most of the time in any case.
-    for usual in (Kind.COLLECTIVE, Kind.PROGRAM) if not suspect.ranks else (Kind.COLLECTIVE,):
-        if kinds[usual] < 0.75 * kinds.total():
-            del kinds[usual]
-    kind = kinds.most_common(1)[0][0] if kinds else Kind.PROGRAM
+    own = [activity for found in rounds for activity in _activities(found.suspects)]
+    theirs = [activity for found in rounds for activity in _activities(found.others)]
+    usual = {kind: 0.75 for kind in (Kind.COLLECTIVE, Kind.PROGRAM)}  # where there is nobody to compare with
+    more = {kind: _part(own, kind) - (_part(theirs, kind) if theirs else usual.get(kind, 0.0)) for kind in Kind}
+    kind = max(more, key=lambda kind: more[kind])
+    if more[kind] < _MIN_MORE:
+        kind = Kind.COLLECTIVE if theirs or not own else max(Kind, key=lambda kind: _part(own, kind))
     named = {hosts[rank] for rank in suspect.ranks}
     replica, host = named.pop() if len(named) == 1 else (None, "")
-    places = Counter({found[1:]: count for found, count in seen.items() if found[0] is kind})
+    places = Counter(activity[1:] for activity in own if activity[0] is kind)
     place, path = places.most_common(1)[0][0] if places else ("", "")
     if kind is Kind.COLLECTIVE and len(set(hosts.values())) > 1:
         kind = Kind.NETWORK  # a rank that is late though it is in a collective like the others gets its data later
@@ -149,6 +146,16 @@ def explain(
     return Slowness(
         kind, suspect.ranks, host, replica, whole_host, behind, suspect.share, suspect.since, suspect.step, place, path
     )
+
+
+def _activities(processes: Sequence[ProcessStacks]) -> list[tuple[Kind, str, str]]:
+    """Return what each rank does."""
+    ranks = dict.fromkeys(process.rank for process in processes)
+    return [_activity([process for process in processes if process.rank == rank]) for rank in ranks]
+
+
+def _part(activities: Sequence[tuple[Kind, str, str]], kind: Kind) -> float:
+    return mean(float(activity[0] is kind) for activity in activities)
 
 
 def _lacks_processor(suspect: Suspect, paces: Sequence[Pace]) -> bool:
