@@ -37,7 +37,9 @@ def render(page: Mapping[str, object], job: Span) -> str:
     environment.filters["percent"] = lambda seconds: round(100 * seconds / whole, 3)
     environment.filters["clock"] = _clock
     environment.filters["style"] = _style
-    return environment.get_template("report.html").render(page=page, job=job, styles=_STYLES, curve_size=CURVE_SIZE)
+    return environment.get_template("report.html").render(
+        page=page, job=job, styles=_STYLES, curve_size=CURVE_SIZE, late_columns=_COLUMNS
+    )
 
 
 def templates() -> Environment:
