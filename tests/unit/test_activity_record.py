@@ -22,7 +22,7 @@ from torchx_monarch.insight import metrics
 from torchx_monarch.insight.metrics import ACTIVITY, MAX_ROWS, MetricsFile, Point, read_points
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus, RankSample, RankSamples, RankView, group_calls
 from torchx_monarch.insight.report_page import curves, late_rows
-from torchx_monarch.insight.timeline import Span, build
+from torchx_monarch.insight.timeline import Moment, Span, build
 from torchx_monarch.schedulers.job_metrics import read_activity
 
 GIB = 1 << 30
@@ -131,6 +131,13 @@ def test_how_it_is_drawn(tmp_path: Path) -> None:
     (memory, _) = curves(points, over=timeline.job)
     assert (memory.begin, memory.end, memory.low, memory.high) == ("0 s", "21.0 s", 1.0, 2.0)
     assert memory.outlier == "rank 1 on node0" and len(memory.starts) == 1
+    moments = [Moment(115.0, "hang", "hang: rank 1"), Moment(100.5, "slow", "slow"), Moment(110.6, "failure", "")]
+    (memory, _) = curves(points, over=timeline.job, moments=moments)
+    assert [(place, moment.kind) for place, moment in memory.marks] == [
+        (571.4, "hang")
+    ]  # at the last value, 12 of 21 s
+    (loss,) = curves([[Point(step, 100.0 + step, 1, {"loss": (1.0, 1.0, 1.0)}) for step in range(21)]], moments=moments)
+    assert [place for place, _ in loss.marks] == [750.0, 0.0]
     assert late_rows([[Point(0, 105.0, 1, {}, {}, [0.0, 0.0005])]], 2, timeline.job) == []
     job = Span("job", "job", 0.0, 10.0)
     many = late_rows([[Point(0, at, 1, {}, {}, [row / 64 for row in range(64)]) for at in (2.0, 4.0)]], 128, job)

@@ -86,7 +86,7 @@ def page_of(job: JobFacts, live: str = "") -> str:
             {"name": span.name, "lost": _lost(timeline, span.name), "shares": shares(timeline, span.name)}
             for span in timeline.spans_of("role")
         ],
-        "curves": _curves(job.metrics),
+        "curves": _curves(job.metrics, timeline),
         "activity": _activity(job),
         "runs": timeline.spans_of("run")[-200:],
         "moments": [moment for moment in timeline.moments if moment.kind not in unshown][-500:],
@@ -99,7 +99,7 @@ def page_of(job: JobFacts, live: str = "") -> str:
     return render(page, timeline.job)
 
 
-def _curves(attempts: Sequence[AttemptMetrics]) -> list[tuple[str, list[Curve]]]:
+def _curves(attempts: Sequence[AttemptMetrics], timeline: Timeline) -> list[tuple[str, list[Curve]]]:
     """Return the curves of each role, of an allocation of each of its last runs, with their titles."""
     places: dict[tuple[str, int], list[AttemptMetrics]] = {}
     for attempt in attempts:
@@ -110,7 +110,8 @@ def _curves(attempts: Sequence[AttemptMetrics]) -> list[tuple[str, list[Curve]]]
         where = [f"in run {run}"] if run else []
         where += [f"of {one_line(role)}"] if several else []
         title = " ".join([f"What rank {own[-1].rank} reported", *where])
-        if shown := curves([attempt.points for attempt in own]):
+        moments = [moment for moment in timeline.moments if moment.role in ("", role)]
+        if shown := curves([attempt.points for attempt in own], moments=moments):
             found.append((title, shown))
     return found
 

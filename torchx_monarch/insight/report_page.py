@@ -138,6 +138,9 @@ CURVE_SIZE = 1000, 120
 
 _MAX_CURVES = 8
 
+_MARKS_OF_CURVES = ("hang", "slow")
+"""The kinds of moments that are marked in curves, at the last values before."""
+
 
 class Curve(NamedTuple):
     """A metric over the steps of a job, or of several, or over its time.
@@ -150,6 +153,7 @@ class Curve(NamedTuple):
         bands: between the smallest and the largest values that a point stands for, as points of a polygon.
         starts: where attempts of the first job after its first begin.
         outlier: the rank farthest from the others when the value was the largest; empty if that is not known.
+        marks: where ranks hung, or were slow.
     """
 
     name: str
@@ -162,21 +166,26 @@ class Curve(NamedTuple):
     bands: Sequence[tuple[int, str]]
     starts: Sequence[float]
     outlier: str
+    marks: Sequence[tuple[float, Moment]]
 
 
-def curves(*jobs: Sequence[Sequence[Point]], over: Span | None = None) -> list[Curve]:
+def curves(*jobs: Sequence[Sequence[Point]], over: Span | None = None, moments: Sequence[Moment] = ()) -> list[Curve]:
     """Return the curves of what the attempts of a role or run have reported, those of several jobs over each other.
 
     Args:
         over: over whose time; None for over their steps.
+        moments: what happened meanwhile to the first job.
     """
     names = dict.fromkeys(
         name for attempts in jobs for points in attempts for point in points for name in point.metrics
     )
-    return [curve for name in [*names][:_MAX_CURVES] if (curve := _curve(name, jobs, over)) is not None]
+    marked = [moment for moment in moments if moment.kind in _MARKS_OF_CURVES]
+    return [curve for name in [*names][:_MAX_CURVES] if (curve := _curve(name, jobs, over, marked)) is not None]
 
 
-def _curve(name: str, jobs: Sequence[Sequence[Sequence[Point]]], over: Span | None) -> Curve | None:
+def _curve(
+    name: str, jobs: Sequence[Sequence[Sequence[Point]]], over: Span | None, moments: Sequence[Moment]
+) -> Curve | None:
     having = [
         (job, found)
         for job, attempts in enumerate(jobs)
@@ -201,6 +210,11 @@ def _curve(name: str, jobs: Sequence[Sequence[Sequence[Point]]], over: Span | No
         downs = (top + scale * (high - point.metrics[name][which]) for point in points)
         return [f"{across(point)},{down:.1f}" for point, down in zip(points, downs, strict=True)]
 
+    timed = sorted((point for job, points in having if job == 0 for point in points), key=lambda point: point.time)
+    marks = []
+    for moment in moments:
+        if before := [point for point in timed if point.time <= moment.time]:
+            marks.append((across(before[-1]), moment))
     ends = {job: points[-1].metrics[name][2] for job, points in having}
     return Curve(
         name=name,
@@ -213,6 +227,7 @@ def _curve(name: str, jobs: Sequence[Sequence[Sequence[Point]]], over: Span | No
         bands=[(job, " ".join(points_of(points, 0) + points_of(points, 1)[::-1])) for job, points in having],
         starts=[across(points[0]) for job, points in having if job == 0][1:],
         outlier=max(every, key=lambda point: point.metrics[name][1]).outliers.get(name, ""),
+        marks=marks,
     )
 
 
