@@ -187,8 +187,8 @@ dist: $(STAMP)
 	rm -rf dist
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) python -m build --no-isolation
 
-# The demo's command from the wheel and from the source archive, each in an environment of its own as a user has it, with
-# each of these Pythons: make release-check TAG=vX.Y.Z RELEASE_PYTHONS="python3.10 python3.11 python3.12 python3.13"
+# The demo's command from the wheel, then from the source archive, in an environment as a user has it, with each of these
+# Pythons: make release-check TAG=vX.Y.Z RELEASE_PYTHONS="python3.10 python3.11 python3.12 python3.13"
 RELEASE_PYTHONS ?= $(PYTHON)
 LOAD_ENTRY_POINTS := from importlib import metadata; \
 	[point.load() for point in metadata.distribution('torchx-monarch').entry_points]
@@ -197,14 +197,17 @@ release-check: $(STAMP)
 	$(MAKE) dist
 	python -m pip install -q -c constraints.txt twine
 	python -m twine check --strict dist/*
-	set -e; for python in $(RELEASE_PYTHONS); do for archive in $(CURDIR)/dist/*.whl $(CURDIR)/dist/*.tar.gz; do \
-		echo "== $$("$$python" --version), $$(basename "$$archive")"; \
+	set -e; for python in $(RELEASE_PYTHONS); do \
 		"$$python" -m venv --clear .venv-release; \
-		.venv-release/bin/python -m pip install -q -c constraints.txt "$$archive[examples]"; \
-		.venv-release/bin/python -m pip check; \
-		(cd .venv-release && PATH="$$PWD/bin:$$PATH" && python -c "$(LOAD_ENTRY_POINTS)" && torchx run -s monarch_local \
-			--wait --log monarch.spmd --nproc 4 --name digits "$(CURDIR)/examples/digits.py" --fresh); \
-	done; done
+		for archive in $(CURDIR)/dist/*.whl $(CURDIR)/dist/*.tar.gz; do \
+			echo "== $$("$$python" --version), $$(basename "$$archive")"; \
+			.venv-release/bin/python -m pip uninstall -q -y torchx-monarch; \
+			.venv-release/bin/python -m pip install -q -c constraints.txt "$$archive[examples]"; \
+			.venv-release/bin/python -m pip check; \
+			(cd .venv-release && PATH="$$PWD/bin:$$PATH" && python -c "$(LOAD_ENTRY_POINTS)" && torchx run -s monarch_local \
+				--wait --log monarch.spmd --nproc 4 --name digits "$(CURDIR)/examples/digits.py" --fresh); \
+		done; \
+	done
 
 # For all Pythons and both kinds of processors, torch for CUDA, as PyPI has it, and the extras of the submitting side.
 hashes: $(RUN)
