@@ -114,14 +114,14 @@ class SlowWatch:
         if suspect is None:
             self._suspicions, self._rounds = 0, []
             return at_rest
+        slow, began = find_suspect(self._paces_so_far, hosts), time.monotonic()
         self._suspicions += 1
         if self._suspicions > _MAX_SUSPICIONS:
             self._suspicions = -_REST
-        if self._suspicions <= 0:
+        if self._suspicions <= 0 and slow is None:
             return at_rest
-        began = time.monotonic()
-        await self._take_stacks(suspect, pace)
-        if slow := find_suspect(self._paces_so_far, hosts):
+        await self._take_stacks(slow or suspect, pace)
+        if slow is not None:
             self._report(slow, hosts, attempt)
             return at_rest
         return max(0.1, _EVERY_SUSPECTED - (time.monotonic() - began))
