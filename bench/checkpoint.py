@@ -36,8 +36,9 @@ if kind == "ours":
 else:
     last = max(disk.glob("step_*"), key=lambda path: int(path.name[5:]), default=None)
 if last is not None:
-    saved = torch.load(last / f"rank_{rank}.pt")
-    first, state = saved["step"] + 1, saved["state"]
+    saved = torch.load(last / f"rank_{rank}.pt", mmap=True)
+    first = saved["step"] + 1
+    state.copy_(saved["state"])
 loaded = time.time() - began
 saving = 0.0
 for step in range(first, 40):
