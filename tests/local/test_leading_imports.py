@@ -163,6 +163,13 @@ def test_packages_of_another_environment_are_imported_ahead(run: Callable[..., s
     assert run(text, env={"PYTHONPATH": str(tmp_path / "path")}) == {"in_linked in_path"}
 
 
+def test_this_package_may_lie_anywhere(run: Callable[..., set[str]], tmp_path: Path) -> None:
+    """As in an editable install."""
+    [place] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (place / "editable.pth").write_text(str(Path(__file__).parents[2]))
+    assert run(f"import torchx_monarch\n{IMPORTS}") == {"ahead: pack pack.part other"}
+
+
 def test_modules_of_the_user_are_never_imported_ahead(run: Callable[..., set[str]], tmp_path: Path) -> None:
     """In a tree that an installed file leads to, in one that is linked, in PYTHONPATH, and beside the program."""
     [place] = (tmp_path / "venv" / "lib").glob("python*/site-packages")

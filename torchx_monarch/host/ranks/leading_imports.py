@@ -304,6 +304,7 @@ class _InstalledModules:
             roots.append(site.getusersitepackages())
         # Other environments, to which a .pth file or PYTHONPATH leads.
         roots += [folder for folder in sys.path if folder != program_folder and _has_packages(folder)]
+        roots.append(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))  # this package: it may be editable
         self.places = _folders(*roots)
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         own = _folders(program_folder, *(path for path in paths if not _has_packages(path)))
