@@ -50,6 +50,7 @@ from torchx_monarch.controller.host_messages import (
     LaunchRanks,
     ListCheckpoints,
     OpenStore,
+    ReadCollectives,
     Request,
     RunBegun,
     StopRanks,
@@ -60,6 +61,7 @@ from torchx_monarch.controller.host_network import HostNetwork, RendezvousError
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
+from torchx_monarch.insight.hangs import HostCollectives
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
@@ -130,6 +132,8 @@ class SimulatedHost:
             case WatchRanks():
                 await self.ended.wait()
                 return [self._exit(0, None)]
+            case ReadCollectives():
+                return HostCollectives(0.0)
             case ListCheckpoints():
                 return CheckpointParts((), "")
             case StopRanks():
