@@ -98,14 +98,16 @@ if not ends:
 
 _STEPS = """
 import torchx_monarch
-ends = told("go")
-print("attempt", attempt, "rank", rank, flush=True)
-if not ends:
+if told("go"):
+    print("attempt", attempt, "rank", rank, flush=True)
+else:
     for step in torchx_monarch.steps(range(1_000_000)):
+        if step == 0:
+            print("attempt", attempt, "rank", rank, flush=True)
         time.sleep(0.001 * (1 + int(rank)))
     print("saved at", step, flush=True)
 """
-"""Saves at the step at which all ranks stop."""
+"""Saves at the step at which all ranks stop, once all have begun their loops: SIGTERM ends a rank that has not."""
 
 _READS = """
 def read_data():
