@@ -14,7 +14,8 @@ import pytest
 from docs.tools import browser
 from tests.local.test_cli import run, torchx, write
 from torchx_monarch.insight import events
-from torchx_monarch.insight.timeline import build, lost_seconds
+from torchx_monarch.insight.account import lost_seconds
+from torchx_monarch.insight.timeline import build
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.schedulers.recorded_apps import recorded_apps
 

@@ -17,9 +17,10 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli.output import write_output
 from torchx_monarch.cli.report import read_stacks
 from torchx_monarch.insight import events
+from torchx_monarch.insight.account import lost_seconds
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.report_page import legend, render, rows_of, shares, ticks
-from torchx_monarch.insight.timeline import Timeline, build, lost_seconds
+from torchx_monarch.insight.timeline import Timeline, build
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 
 ROLE = [RoleSpec("t", workload=WorkloadKind.RANKS)]

@@ -15,9 +15,10 @@ from torchx_monarch.cli.arguments import add_address, add_handle
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
 from torchx_monarch.cli.output import STDOUT, print_json, write_output
 from torchx_monarch.cli.status import facts, show_when, state_and_time
+from torchx_monarch.insight.account import lost_seconds
 from torchx_monarch.insight.report_page import Curve, LateRow, curves, late_rows, legend, render, rows_of, shares, ticks
 from torchx_monarch.insight.summary import show_duration
-from torchx_monarch.insight.timeline import PHASES, Timeline, lost_seconds
+from torchx_monarch.insight.timeline import PHASES, Timeline
 from torchx_monarch.schedulers.job_metrics import AttemptMetrics, read_activity
 from torchx_monarch.schedulers.job_status import JobStatus
 from torchx_monarch.system import safe_files

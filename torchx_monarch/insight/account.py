@@ -130,3 +130,25 @@ def _within(start: float, end: float, times: Sequence[Times]) -> Iterator[tuple[
         if first > end:
             return
         yield place, first, max(first, last)
+
+
+def lost_seconds(timeline: Timeline, role: str) -> dict[str, float]:
+    """Return the seconds in which the ranks of a role did not run, or hung, by cause.
+
+    ``queue``: before the hosts started. ``launch``: from there until the first ranks ran. ``restart``: from each
+    failure until the ranks ran again, or the job ended. ``hang``: while ranks waited for one of them.
+    """
+    lost = {"queue": 0.0, "launch": 0.0, "restart": 0.0, "hang": 0.0}
+    cause = "launch"
+    for span in timeline.spans_of("phase", role):
+        if span.name in ("running", "first output"):
+            cause = "restart"
+        elif span.name in ("ready", "end"):
+            cause = "launch"
+        elif span.name == "hang":
+            lost["hang"] += span.seconds
+        elif span.name in ("submit", "queued") and cause == "launch":
+            lost["queue"] += span.seconds
+        elif span.name != "unknown":
+            lost[cause] += span.seconds
+    return lost

@@ -22,6 +22,7 @@ from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.system.untrusted_text import one_line
 
 T = TypeVar("T")
+
 PHASES = {
     "submit": "the job is submitted",
     "queued": "waits to start",
@@ -78,11 +79,8 @@ _STARTS = ("job_started", "replica_started", "ranks")
 _COUNTED_FROM = ("job_started", "restart", "requeue", "run")
 """The kinds of events after which attempts are counted from 1."""
 
-_HANG_ENDS = ("hang_end", "ranks", "failure", "preempted", "run_end", "result", *_RESTARTS)
-"""The kinds of events after which ranks that hung do not hang any more, unless they were stopped."""
-
-_SLOW_ENDS = ("slow_end", "ranks", "failure", "preempted", "run_end", "result", *_RESTARTS)
-"""The kinds of events after which what slowed the ranks does so no more."""
+_ENDS = ("ranks", "failure", "preempted", "run_end", "result", *_RESTARTS)
+"""The kinds of events after which ranks neither hang nor are slow any more, unless a hang has stopped them."""
 
 _RESOLUTION = 1.0
 """Seconds after its end in which a job may have had events: Kubernetes tells ends in whole seconds."""
@@ -456,12 +454,12 @@ class _RoleReader:
             view.breakpoints.clear()
         if kind == "hang":
             view.hang = _cause(event)
-        elif kind in _HANG_ENDS and not (kind == "result" and event.get("stopped")):
+        elif kind == "hang_end" or kind in _ENDS and not (kind == "result" and event.get("stopped")):
             view.hang = None
 
         if kind == "slow":
             view.slow = next(_decoded([event.get("slowness")], Slowness), None)
-        elif kind in _SLOW_ENDS:
+        elif kind == "slow_end" or kind in _ENDS:
             view.slow = None
 
     def _read_failure(self, event: Event) -> None:
@@ -487,25 +485,3 @@ def seconds_to_group(timeline: Timeline) -> float:
     """Return how long the fastest rank of the last attempts took to its first process group; 0 if that is not known."""
     ranks = timeline.last_ranks()
     return min((rank.grouped - rank.start for rank in ranks if rank.grouped is not None), default=0.0)
-
-
-def lost_seconds(timeline: Timeline, role: str) -> dict[str, float]:
-    """Return the seconds in which the ranks of a role did not run, or hung, by cause.
-
-    ``queue``: before the hosts started. ``launch``: from there until the first ranks ran. ``restart``: from each
-    failure until the ranks ran again, or the job ended. ``hang``: while ranks waited for one of them.
-    """
-    lost = {"queue": 0.0, "launch": 0.0, "restart": 0.0, "hang": 0.0}
-    cause = "launch"
-    for span in timeline.spans_of("phase", role):
-        if span.name in ("running", "first output"):
-            cause = "restart"
-        elif span.name in ("ready", "end"):
-            cause = "launch"
-        elif span.name == "hang":
-            lost["hang"] += span.seconds
-        elif span.name in ("submit", "queued") and cause == "launch":
-            lost["queue"] += span.seconds
-        elif span.name != "unknown":
-            lost[cause] += span.seconds
-    return lost
