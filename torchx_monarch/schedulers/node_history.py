@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from torchx_monarch.backends.core.apps import Apps
+from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.stored_apps import StoredApps
+from torchx_monarch.insight.timeline import Timeline
 from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.host_facts import NodeFault
 from torchx_monarch.schedulers.job_status import timeline_of
@@ -68,16 +70,20 @@ def record_jobs(scheduler: str, apps: Apps[Any], app_ids: Iterable[str] | None =
     if app_ids is None:
         app_ids = [app.app_id for app in recorded_apps() if app.scheduler == scheduler and app.submitted > oldest]
     for app_id in {*app_ids} - {*stored.app_ids()}:
-        found = apps.read(app_id)
-        if found is not None and found[1].state.is_terminal:
-            timeline = timeline_of(*found, time.time())
-            met = Counter(timeline.node_faults)
-            nodes = {span.node for span in timeline.spans_of("rank") if span.node} | {node for node, _ in met}
-            job = JobOnNodes(timeline.job.end, {node: {} for node in nodes})
-            for (node, fault), count in met.items():
-                job.nodes[node][fault] = count
-            with contextlib.suppress(OSError):  # a full disk, on which a job is deleted
-                stored.store(app_id, job)
+        # A damaged file of a job, or a full disk on which it is deleted, costs its record alone.
+        with contextlib.suppress(BackendError, OSError):
+            found = apps.read(app_id)
+            if found is not None and found[1].state.is_terminal:
+                stored.store(app_id, _job_on_nodes(timeline_of(*found, time.time())))
+
+
+def _job_on_nodes(timeline: Timeline) -> JobOnNodes:
+    met = Counter(timeline.node_faults)
+    nodes = {span.node for span in timeline.spans_of("rank") if span.node} | {node for node, _ in met}
+    job = JobOnNodes(timeline.job.end, {node: {} for node in nodes})
+    for (node, fault), count in met.items():
+        job.nodes[node][fault] = count
+    return job
 
 
 def read_history(scheduler: str | None = None) -> list[NodeHistory]:
