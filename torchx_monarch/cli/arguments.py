@@ -13,14 +13,16 @@ import re
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.exit_codes import CommandError
-from torchx_monarch.client.hosts import START_TIMEOUT, Hosts
-from torchx_monarch.insight.rank_sample import parse_ranks
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.schedulers.recorded_apps import LAST, named, recorded_apps
 from torchx_monarch.system.untrusted_text import one_line
+
+if TYPE_CHECKING:
+    from torchx_monarch.client.hosts import Hosts
 
 HELP = "the app: its handle, its id or name, the beginning of one, or 'last'"
 
@@ -96,12 +98,17 @@ def add_address(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def hosts_of(args: argparse.Namespace, start_timeout: float = START_TIMEOUT) -> Hosts:
-    return Hosts(args.handle, args.role, args.address, start_timeout=start_timeout)
+def hosts_of(args: argparse.Namespace, **options: Any) -> Hosts:
+    """Return the hosts that the options name; further ``options`` are those of ``Hosts``."""
+    from torchx_monarch.client.hosts import Hosts
+
+    return Hosts(args.handle, args.role, args.address, **options)
 
 
 def rank_list(text: str) -> tuple[range, ...]:
     """Parse ``--rank``, a list of ranks and ranges of ranks: ``0,3-5``."""
+    from torchx_monarch.insight.rank_sample import parse_ranks
+
     with contextlib.suppress(ValueError):
         ranks = parse_ranks(text)
         if ranks and all(ranks):

@@ -150,7 +150,7 @@ class CmdPs:
         add_hosts(parser)
 
     def run(self, args: argparse.Namespace) -> None:
-        runs, rows = hosts_of(args, _PS_TIMEOUT).runs(), []
+        runs, rows = hosts_of(args, start_timeout=_PS_TIMEOUT).runs(), []
         if args.json:
             print_json(runs)
             return
