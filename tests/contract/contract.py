@@ -821,7 +821,7 @@ def _read(place: Place, handle: str, state: AppState) -> None:
         earlier, before = before, place.facts(handle)
         return before == earlier
 
-    until(is_at_rest, "the place to come to rest", WITHIN, every=2.0)
+    until(is_at_rest, "the place to come to rest", WITHIN, every=1.0)
     with place.requested_changes() as changes, Runner("torchx", place.schedulers) as reader:
         status = reader.status(handle)
         assert status is not None

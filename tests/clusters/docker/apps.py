@@ -39,7 +39,7 @@ class Apps(Place):
         "test_delete_leaves_nothing[0]",
         "test_describe_gives_the_original_app[1]",
         "test_exit_code_78_asks_for_no_restart",
-        "test_a_group_restarts_alone_and_may_be_lost[3]",
+        "test_a_group_restarts_alone_and_may_be_lost",
         "test_a_command_is_told_of_the_end[0]",
         "test_ranks_are_looked_at_and_debugged",
         "test_a_rank_that_others_wait_for_is_the_root_cause",
