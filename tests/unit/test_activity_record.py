@@ -10,10 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
 
 from tests.unit.test_timeline import RESTARTED, ROLE
-from tests.waits import WITHIN
+from tests.waits import WITHIN, until_async
 from torchx_monarch.controller import activity_record
 from torchx_monarch.controller.activity_record import ActivityRecord, point_of
 from torchx_monarch.controller.host_messages import SampleRanks
@@ -77,6 +78,10 @@ def samples(rank: int, seconds: float, late: float) -> str:
     return RankSamples((dataclasses.replace(sample, collectives=8),), group_calls({rank: [group]}, 200.0)).to_text()
 
 
+def _open_below(folder: Path) -> list[str]:
+    return [file.path for file in psutil.Process().open_files() if file.path.startswith(f"{folder}/")]
+
+
 def test_each_attempt_has_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activity_record, "_EVERY", 0.001)
     place: list[Path | None] = [None]
@@ -100,6 +105,8 @@ def test_each_attempt_has_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             place[0] = folder
             while len(read_points(str(folder), name=ACTIVITY)) < 5:
                 await asyncio.sleep(0.001)
+        place[0] = None
+        await until_async(lambda: not _open_below(tmp_path), "the end of the last attempt")
         running.cancel()
 
     asyncio.run(asyncio.wait_for(main(), WITHIN))

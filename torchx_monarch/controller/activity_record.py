@@ -76,6 +76,7 @@ class ActivityRecord:
             await asyncio.sleep(pause)
             pause, place = _EVERY, self._folder()
             if place is None or not self._hosts.members.are_together:
+                await asyncio.to_thread(self._close)
                 continue
             try:
                 answers = await self._hosts.collect_shared(SampleRanks(), _TIMEOUT)
@@ -89,11 +90,15 @@ class ActivityRecord:
         """Add a point to the file of an attempt; return the processor time that this has taken."""
         began = time.thread_time()
         if self._file is None or place != self._place:
-            if self._file is not None:
-                self._file.close()
+            self._close()
             self._file, self._place = MetricsFile(place, ACTIVITY), place
         samples = read_samples(answers)
         if samples.ranks:
             self._file.add_point(point_of(rank_views(samples, self._before), time.time()))
         self._before = samples
         return time.thread_time() - began
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None

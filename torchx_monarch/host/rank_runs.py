@@ -156,9 +156,9 @@ class RankRuns(Workload):
         return Controller(hosts, gatherer, hang_watch, queue)
 
     def _attempt_folder(self) -> str | None:
-        """Return where this host has the files of the present attempt; None without one, or without files."""
-        folders = (rank.directory for rank in (self.pool.ranks if self.pool is not None else ()))
-        return next((str(folder.parent) for folder in folders if folder is not None), None)
+        """Return where this host has the files of the attempt that runs; None without one, or without files."""
+        running = (rank.directory for rank in (self.pool.ranks if self.pool is not None else ()) if rank.is_running)
+        return next((str(folder.parent) for folder in running if folder is not None), None)
 
     def _new_queue(self, hosts: JobHosts) -> RunQueue | None:
         """Return the queue of runs of a live allocation, on replica 0, and serve its clients."""
