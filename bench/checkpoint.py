@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -69,6 +70,9 @@ for step in range(first, 40):
 dist.destroy_process_group()
 """
 
+# Without it, one restart of torchrun in three fails.
+ENV = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
 HOST = [sys.executable, "-m", "torchx_monarch.host", "--app", "bench", "--role", "bench"]
 
 
@@ -85,7 +89,7 @@ def once(variant: str, mb: int) -> dict[str, float]:
             rendezvous = ["--replicas", str(hosts), "--rendezvous", f"unix:{folder}/r.sock", "--", "torchrun"]
             commands = [[*HOST, "--replica", str(replica), *rendezvous, *words] for replica in range(hosts)]
         with tempfile.TemporaryFile() as log:
-            running = [subprocess.Popen(command, stdout=log, stderr=log) for command in commands]
+            running = [subprocess.Popen(command, stdout=log, stderr=log, env=ENV) for command in commands]
             codes = [process.wait(300) for process in running]
             if any(codes) or not Path(folder, "again_0").exists():
                 log.seek(0)
