@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torchx_monarch.controller.host_messages import SampleRanks
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.insight.metrics import ACTIVITY, MAX_ROWS, MetricsFile, Point, Values
+from torchx_monarch.insight.pace import median
 from torchx_monarch.insight.rank_sample import NO_SAMPLES, RankSamples, RankView, rank_views, read_samples
 
 _EVERY = 10.0
@@ -43,7 +43,7 @@ def point_of(ranks: Sequence[RankView], now: float) -> Point:
     for name, measure in _MEASURED.items():
         values = {rank.rank: value for rank in running if (value := measure(rank)) is not None}
         if values:
-            middle = statistics.median(values.values())
+            middle = median(values.values())
             metrics[name] = min(values.values()), max(values.values()), middle
             farthest = max(running, key=lambda rank: abs(values.get(rank.rank, middle) - middle))
             outliers[name] = f"rank {farthest.rank} on {farthest.host}"

@@ -191,9 +191,17 @@ def _median_low(values: Iterable[float]) -> float:
     return ordered[(len(ordered) - 1) // 2]
 
 
+# The module statistics takes longer to be imported than all others here, and each host would import it at its start.
+
+
 def mean(values: Iterable[float]) -> float:
-    found = list(values)  # the module statistics takes longer to be imported than all others here
+    found = list(values)
     return sum(found) / len(found) if found else 0.0
+
+
+def median(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
 def _lost_in_groups(paces: Iterable[GroupPace], seconds: float, calls: int) -> dict[int, float] | None:
