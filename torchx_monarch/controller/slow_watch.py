@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections import deque
 from collections.abc import Mapping
 
 from torchx_monarch.controller.elastic import HostGatherer
@@ -76,7 +75,7 @@ class SlowWatch:
 
     def begin(self) -> None:
         """Forget what was before, as at the beginning of an attempt, or after a pause of the watch."""
-        self._paces = deque[Pace](maxlen=MAX_PACES)
+        self._paces: list[Pace] = []
         self._past: dict[int, RankPace] = {}
         self._asked = 0.0
         """When what ``_past`` has of each rank was told."""
@@ -106,15 +105,16 @@ class SlowWatch:
         if pace is None:
             return at_rest
         self._paces.append(pace)
+        del self._paces[:-MAX_PACES]
         if self._found is not None and self._suspect is not None:
             self._follow(self._suspect, self._found, pace, attempt)
             return at_rest
         hosts = {rank.rank: replica for replica, host in paces.items() for rank in host.ranks}
-        suspect = find_suspect(self._paces_so_far, hosts, 1)
+        suspect = find_suspect(self._paces, hosts, 1)
         if suspect is None:
             self._suspicions, self._rounds = 0, []
             return at_rest
-        slow, began = find_suspect(self._paces_so_far, hosts), time.monotonic()
+        slow, began = find_suspect(self._paces, hosts), time.monotonic()
         self._suspicions += 1
         if self._suspicions > _MAX_SUSPICIONS:
             self._suspicions = -_REST
@@ -125,10 +125,6 @@ class SlowWatch:
             self._report(slow, hosts, attempt)
             return at_rest
         return max(0.1, _EVERY_SUSPECTED - (time.monotonic() - began))
-
-    @property
-    def _paces_so_far(self) -> list[Pace]:
-        return list(self._paces)
 
     def _by_own_clock(self, pace: HostPace, now: float) -> HostPace:
         """Return the pace of a host by the clock of this one: the host has told it between the request and now."""
@@ -155,7 +151,7 @@ class SlowWatch:
     def _report(self, suspect: Suspect, hosts: Mapping[int, int], attempt: int) -> None:
         attempts = self._hosts.members.attempt
         named = {rank: (replica, attempts[replica].host.hostname) for rank, replica in hosts.items()}
-        found = explain(suspect, self._paces_so_far, self._rounds, named)
+        found = explain(suspect, self._paces, self._rounds, named)
         found = found.shown(time.time())
         self._suspect, self._found, self._rounds, self._suspicions = suspect, found, [], 0
         self._lost = found.lost
@@ -177,7 +173,7 @@ class SlowWatch:
 
     def _follow(self, suspect: Suspect, found: Slowness, pace: Pace, attempt: int) -> None:
         """Report the end of a slowness once it is gone."""
-        share = share_now(suspect, self._paces_so_far)
+        share = share_now(suspect, self._paces)
         self._lost += share * pace.seconds
         if not share:
             text = f"slow no more: {found.who()}; {show_duration(self._lost)} were lost"
