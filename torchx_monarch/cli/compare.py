@@ -37,10 +37,13 @@ Jobs = tuple[JobFacts, JobFacts]
 Difference = tuple[str, str, str]
 """In what two jobs differ, and what it is of each."""
 
+ByStep = Mapping[str, Mapping[int, float]]
+"""The values of each metric by step."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("handle", metavar="A", help=HELP)
-    parser.add_argument("other", metavar="B", help="the app to compare it with, named likewise")
+    parser.add_argument("other", metavar="B", help="the other app, named in the same way")
     parser.add_argument("-o", "--output", metavar="FILE", help="write a page to this file; - for stdout")
 
 
@@ -57,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
                 "jobs": [job.status.to_json() for job in jobs],
                 "metrics": [
                     {"name": name, "step": step, "values": values}
-                    for name, (step, values) in _at_last_step(jobs).items()
+                    for name, (step, values) in _at_last_step(*map(_values, jobs)).items()
                 ],
                 "differences": [{"what": what, "values": values} for what, *values in differing],
             }
@@ -93,8 +96,8 @@ def _last_series(job: JobFacts) -> list[Sequence[Point]]:
     return [found.points for found in job.metrics if (found.role, found.run) == (last[0].role, last[0].run)]
 
 
-def _values(job: JobFacts) -> dict[str, dict[int, float]]:
-    """Return the values of each metric by step; those of the last attempt count."""
+def _values(job: JobFacts) -> ByStep:
+    """Return what a job has reported; the values of the last attempt count."""
     found: dict[str, dict[int, float]] = {}
     for points in _last_series(job):
         for point in points:
@@ -103,9 +106,8 @@ def _values(job: JobFacts) -> dict[str, dict[int, float]]:
     return found
 
 
-def _at_last_step(jobs: Jobs) -> dict[str, tuple[int, list[float | None]]]:
+def _at_last_step(one: ByStep, other: ByStep) -> dict[str, tuple[int, list[float | None]]]:
     """Return the last step to which both jobs have come, and their values there, for each metric that both have."""
-    one, other = map(_values, jobs)
     steps = {name: min(max(one[name]), max(other[name])) for name in one if name in other}
     return {name: (step, [_until(values[name], step) for values in (one, other)]) for name, step in steps.items()}
 
@@ -131,7 +133,8 @@ def _lines(jobs: Jobs, differing: Sequence[Difference]) -> Iterator[str]:
 
 def _curves(jobs: Jobs) -> Iterator[Difference]:
     """Yield for each metric the curves of both jobs, over the same steps and on one scale."""
-    values, common = [*map(_values, jobs)], _at_last_step(jobs)
+    values = [*map(_values, jobs)]
+    common = _at_last_step(*values)
     for name in dict.fromkeys((*values[0], *values[1])):
         of_jobs = [found.get(name, {}) for found in values]
         steps = [*of_jobs[0], *of_jobs[1]]
