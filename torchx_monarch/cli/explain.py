@@ -50,7 +50,6 @@ _CRASH = re.compile(r"Current thread .*\(most recent call first\):\n((?:.*  File
 
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 
-
 _SECRET_NAME = r"[\w.-]*(?:token|secret|passw(?:or)?d|(?:api|access|private)[_-]?key|credential)[\w.-]*"
 _SECRETS = (
     re.compile(rf"(?i)((?:--?)?{_SECRET_NAME}['\"]?\s*[=:]\s*['\"]?)([^\s'\",]+)"),
