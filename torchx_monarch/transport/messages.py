@@ -11,6 +11,7 @@ import asyncio
 import asyncio.sslproto
 import json
 import ssl
+import sys
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
@@ -154,4 +155,9 @@ async def open_streams(
     except BaseException:
         transport.abort()
         raise
-    return reader, asyncio.StreamWriter(tls._app_transport, protocol, reader, loop)
+    secured = tls._app_transport
+    if sys.version_info < (3, 11):
+        # There a reader that has paused raises AttributeError here once the peer has closed; it holds all data by then.
+        resume = secured.resume_reading
+        secured.resume_reading = lambda: None if tls._transport is None else resume()
+    return reader, asyncio.StreamWriter(secured, protocol, reader, loop)
