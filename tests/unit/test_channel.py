@@ -70,6 +70,8 @@ class Proxy:
             while data := await reader.read(1 << 16):
                 passed = data[:left] if self.breaks > 0 else data
                 left -= len(passed)
+                if writer not in self._open:
+                    continue  # cut: what still comes is dropped
                 writer.write(passed)
                 await writer.drain()
                 if left <= 0 and self.breaks > 0:
@@ -80,7 +82,8 @@ class Proxy:
     def cut(self, is_reset: bool = True) -> None:
         """Break all connections."""
         for writer in self._open:
-            _reset(writer) if is_reset else writer.close()
+            # A close with bytes that were not read would be a reset.
+            _reset(writer) if is_reset else writer.write_eof()
         self._open = []
 
 
