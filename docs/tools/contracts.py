@@ -27,6 +27,7 @@ _PACKAGE = _ROOT / "torchx_monarch"
 _ROW = re.compile(r"^\| ([\w ,`]+) \| ([\d,]+) \|", re.MULTILINE)
 _COLLECTION = re.compile(
     r"(dict|set|frozenset|list|tuple|deque|Mapping|Sequence|Collection)\[(int|Registration|Member)\b"
+    r"(?!, (RankExit|RankPace|_Waiting|HostCall))|set\(replicas\)"  # those are by rank, or by the number of a call
 )
 
 
@@ -83,7 +84,7 @@ def _attributes(*folders: str) -> Iterator[tuple[str, str]]:
                     continue
                 target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
                 found = node.annotation if isinstance(node, ast.AnnAssign) else node.value
-                if isinstance(target, ast.Attribute):
+                if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
                     yield f"{kind.name}.{target.attr}", ast.unparse(found)
                 elif isinstance(target, ast.Name) and node in kind.body:
                     yield f"{kind.name}.{target.id}", ast.unparse(found)
@@ -93,7 +94,7 @@ def _of_hosts() -> set[str]:
     return {
         name
         for name, type_name in _attributes("controller", "transport")
-        if _COLLECTION.match(type_name) and not name.startswith("Members.")
+        if _COLLECTION.match(type_name) and not name.startswith(("Members.", "Attempt."))
     }
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.waits import WITHIN
 from torchx_monarch.controller import elastic
-from torchx_monarch.controller.attempts import Attempts
+from torchx_monarch.controller.attempts import RankRun
 from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange, listed
 from torchx_monarch.controller.hang_watch import HangWatch
@@ -100,13 +100,13 @@ class Job(JobHosts):
             self.rendezvous.register(Registration(replica, f"node{replica}", 1))
 
     async def ask(self, request: Request[Any], *args: Any, **more: Any) -> dict[int, Any]:
-        self.log += [list(self.members.attempt)] if isinstance(request, BeginRun) else []
+        self.log += [list(self.members.attempt.hosts)] if isinstance(request, BeginRun) else []
         answers: dict[type[Request[Any]], Any] = {
             BeginRun: BEGUN,
             OpenStore: StoreOpened("node0", 29500, True),
             LaunchRanks: Launched((7,)),
         }
-        return dict.fromkeys(self.members.attempt, answers[type(request)])
+        return dict.fromkeys(self.members.attempt.hosts, answers[type(request)])
 
     async def collect(self, request: Request[Any], *args: Any) -> tuple[dict[int, Any], dict[int, str]]:
         return {}, {}
@@ -136,14 +136,14 @@ class Job(JobHosts):
         assert member is not None
         self.members.set_state(member, MemberState.LOST)
 
-    async def stop(self, number: int, grace: float, add_exits: Callable[[Exits], None]) -> None:
+    async def stop(self, number: int, grace: float) -> None:
         self.log.append(number)
         self.while_stopping()
         if not self.sizes.spares:
             self.register(self.members.missing)  # replacements arrive
 
-    def attempts(self) -> Attempts:
-        return Attempts(self, self.gatherer, HangWatch(self, self.gatherer))
+    def run(self) -> RankRun:
+        return RankRun(self, self.gatherer, HangWatch(self, self.gatherer))
 
     def result(self) -> JobResult:
         controller = Controller(self, self.gatherer, HangWatch(self, self.gatherer))
@@ -182,7 +182,7 @@ def test_the_end_of_a_run_waits_until_the_hosts_are_together() -> None:
     job = Job(FIXED, 0, GOOD)
     job.post(RUN_END)
     assert job.result() is RUN_END.result
-    assert list(job.members.attempt) == [0, 1]
+    assert list(job.members.attempt.hosts) == [0, 1]
 
 
 def test_a_host_that_answers_nonsense_ends_the_job() -> None:
@@ -252,12 +252,12 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
         job = Job(FIXED, 0, GOOD)
         job.reporter = Reporter(Console(2), str(recorded), "trainer")
         job.members.form(job.members.able)
-        attempts = job.attempts()
-        ended = await attempts.run({0: BEGUN, 1: BEGUN})
+        run = job.run()
+        ended = await run.run({0: BEGUN, 1: BEGUN})
         assert isinstance(ended, JobResult) and ended.reason == "all 2 ranks ended with code 0"
-        attempts.advance(is_restart=False)
-        assert attempts.current.number == 1
-        await attempts.stop(15)
+        run.advance(is_restart=False)
+        assert job.members.attempt.number == 1
+        await run.stop(15)
 
     asyncio.run(asyncio.wait_for(main(), WITHIN))
     WriterThread.finish()

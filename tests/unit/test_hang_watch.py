@@ -17,6 +17,7 @@ from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_messages import ReadCollectives, Request
 from torchx_monarch.controller.hosts import Answers, JobHosts
+from torchx_monarch.controller.members import Members
 from torchx_monarch.insight.hangs import Hang, HostCollectives, RankCollectives
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus
@@ -38,6 +39,7 @@ class Ranks:
     def __init__(self, reporter: Reporter, spec: HostSpec) -> None:
         self.reporter = reporter
         self.spec = spec
+        self.members = Members(1)
         self.waited = self.quiet = 0.0
         self.missing: dict[int, str] = {}
         self.asked: list[Request[Any]] = []
@@ -73,7 +75,7 @@ def watched(
         notes = Notes()
         ranks = Ranks(notes, HostSpec(hang_after=hang_after, on_hang=on_hang))
         watch = HangWatch(cast(JobHosts, ranks), cast(HostGatherer, None))
-        running = asyncio.ensure_future(watch.run(0))
+        running = asyncio.ensure_future(watch.run())
         await steps(ranks, watch)
         if not running.done():
             running.cancel()

@@ -109,7 +109,7 @@ def _calls_of_an_attempt(hosts: int) -> int:
 
     async def attempt() -> None:
         await table.until(lambda: table.able_count > 0, 0.0)
-        assert await gatherer.gather(0.0) is None and len(table.attempt) == hosts and not gatherer.newcomers()
+        assert await gatherer.gather(0.0) is None and len(table.attempt.hosts) == hosts and not gatherer.newcomers()
         gatherer.blame(hosts - 1, "lost", "it failed")
         lost = table.get(hosts - 1)
         assert lost is not None

@@ -145,7 +145,7 @@ def test_answers_are_shared_by_all_who_ask_within_a_second(tmp_path: Path, monke
         # That of the watch for hangs, which is also saved, is always made, and then the answer to clients.
         saved = await hosts.collect_shared(TakeStacks(None, "while ranks hang"), WITHIN, afresh=True)
         assert saved is not first and await hosts.collect_shared(TakeStacks(None), WITHIN) is saved
-        hosts.world = World(0, 0, 0, (HostRange(0, 3, 8),), "", 0, False, "")
+        hosts.members.attempt.world = World(0, 0, 0, (HostRange(0, 3, 8),), "", 0, False, "")
         found = await hosts.collect_shared(TakeStacks(8), WITHIN, [8])  # its host alone is asked
         assert found.by_replica == {1: []} and not found.missing
         found = await hosts.collect_shared(TakeStacks(24), WITHIN, [24])  # there is no such rank, as each host says
@@ -176,7 +176,7 @@ def test_a_host_whose_ranks_do_not_stop_is_lost_for_that_reason(tmp_path: Path, 
             other.answer.set_result([])
         replicas[replica].answer = asyncio.get_running_loop().create_future()
         replicas[replica].answer.set_exception(HostRefused("host", "not even SIGKILL ends pid 9"))
-        await hosts.stop(signal.SIGTERM, 0.0, lambda exits: None)
+        await hosts.stop(signal.SIGTERM, 0.0)
         [lost] = rendezvous.events.pending
         reason = f"host {replica} (node{replica}, pid 7) did not stop its ranks: not even SIGKILL ends pid 9"
         assert isinstance(lost, HostLost) and (lost.replica, lost.result.reason) == (replica, reason)

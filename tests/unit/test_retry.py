@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from torchx_monarch.controller.attempt import SameStep, never_joined, why_no_restart
+from torchx_monarch.controller.attempts import SameStep, why_no_restart
+from torchx_monarch.controller.members import Attempt
 from torchx_monarch.host import no_restart_marker
 from torchx_monarch.host.no_restart_marker import VARIABLE, NoRestartMarker
 from torchx_monarch.model.backoff import Backoff
@@ -61,7 +62,7 @@ def test_a_rank_that_never_joins(now: set[int], before: set[int], reason: str) -
 def test_who_has_never_joined() -> None:
     stopped = RankExit(7, 7, 0, "node", 107, 1, 3.0, stopped_at=2.0, error=failed(7, joined=False, raised_at=2.5).error)
     exits = [failed(0), failed(1, joined=False), failed(2, joined=True), failed(3, code=-11), stopped]
-    assert never_joined(exits) == {1}
+    assert Attempt(exits={rank_exit.rank: rank_exit for rank_exit in exits}).never_joined == {1}
 
 
 @pytest.mark.parametrize(

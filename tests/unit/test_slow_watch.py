@@ -100,7 +100,7 @@ def watched(spec: HostSpec, steps: Callable[[Hosts, HangWatch], Any]) -> Hosts:
         sizes = NodeRange(2, 2, 1.0, spares=1)
         gatherer = HostGatherer(sizes, hosts.members, hosts.reporter, HostFailures(3))
         watch = HangWatch(cast(JobHosts, hosts), gatherer)
-        running = asyncio.ensure_future(watch.run(0))
+        running = asyncio.ensure_future(watch.run())
         await steps(hosts, watch)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -23,6 +23,7 @@ from torchx_monarch.controller.host_messages import (
     RestoreCheckpoint,
 )
 from torchx_monarch.controller.hosts import JobHosts
+from torchx_monarch.controller.members import Member
 from torchx_monarch.model.world import World
 
 _WHOLE = 2
@@ -34,21 +35,34 @@ _LAST_TIMEOUT = 300.0
 """Seconds for the last copy at the end of a job; what ends the hosts may leave less."""
 
 
-@dataclasses.dataclass
-class _Checkpoint:
-    """A checkpoint: its parts by the replicas that have written them, and the replicas whose hosts have each part."""
+@dataclasses.dataclass(frozen=True)
+class _HeldPart:
+    """A part, and the hosts that have it."""
 
-    parts: dict[int, CheckpointPart] = dataclasses.field(default_factory=dict)
-    holders: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    part: CheckpointPart
+    holders: list[Member]
+
+    def source(self, is_needed: bool = True) -> PartSource:
+        """Return where the hosts fetch the part, first from the host that has written it."""
+        holders = sorted(self.holders, key=lambda member: member.host.replica != self.part.replica)
+        addresses = (member.checkpoints.address for member in holders if member.is_registered)
+        return PartSource(self.part, tuple(filter(None, addresses)), is_needed)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checkpoint:
+    """A checkpoint: its parts, by the replicas that have written them."""
+
+    parts: dict[int, _HeldPart]
 
     @property
     def first(self) -> CheckpointPart:
         """One of the parts, for what they have in common."""
-        return next(iter(self.parts.values()))
+        return next(iter(self.parts.values())).part
 
     @property
     def is_whole(self) -> bool:
-        found = {rank for part in self.parts.values() for rank in part.ranks}
+        found = {rank for held in self.parts.values() for rank in held.part.ranks}
         return found >= {*(self.first.all_ranks or range(self.first.world))}
 
     @property
@@ -78,9 +92,8 @@ class Checkpoints:
         found: dict[tuple[int, int], _Checkpoint] = {}
         for member in self._members.present:
             for part in member.checkpoints.parts:
-                checkpoint = found.setdefault((part.attempt, part.step), _Checkpoint())
-                checkpoint.parts[part.replica] = part
-                checkpoint.holders.setdefault(part.replica, []).append(member.host.replica)
+                parts = found.setdefault((part.attempt, part.step), _Checkpoint({})).parts
+                parts.setdefault(part.replica, _HeldPart(part, [])).holders.append(member)
         return [found[key] for key in sorted(found, reverse=True) if found[key].is_whole]
 
     # -- while ranks run -----------------------------------------------------------------------------------------------
@@ -122,21 +135,13 @@ class Checkpoints:
         return [self._persisting[0]] if self._persisting and not self._persisting[1].done() else []
 
     async def _keep(self, checkpoint: _Checkpoint, whole: tuple[tuple[int, int], ...]) -> None:
-        ring = list(self._members.attempt)
+        ring = list(self._members.attempt.hosts)
         keeping = []
         for place, replica in enumerate(ring):
-            before = ring[place - 1]
-            part = checkpoint.parts.get(before)
-            source = self._source(checkpoint, part) if part is not None and before != replica else None
-            keeping.append(self._hosts.ask(KeepCheckpoints(whole, source), replicas=[replica]))
+            before = checkpoint.parts.get(ring[place - 1]) if len(ring) > 1 else None
+            copy = before.source() if before is not None else None
+            keeping.append(self._hosts.ask_host(KeepCheckpoints(whole, copy), replica))
         await asyncio.gather(*keeping)
-
-    def _source(self, checkpoint: _Checkpoint, part: CheckpointPart, is_needed: bool = True) -> PartSource:
-        """Return where the hosts fetch a part, first from the host that has written it."""
-        holders = sorted(checkpoint.holders[part.replica], key=lambda replica: replica != part.replica)
-        members = filter(None, map(self._members.in_attempt, holders))
-        addresses = (member.checkpoints.address for member in members)
-        return PartSource(part, tuple(filter(None, addresses)), is_needed)
 
     # -- persist -------------------------------------------------------------------------------------------------------
 
@@ -159,18 +164,16 @@ class Checkpoints:
             return
         self._last_persist = time.monotonic()
         by_holder: dict[int, list[int]] = {}
-        for replica in checkpoint.parts:
-            by_holder.setdefault(checkpoint.holders[replica][0], []).append(replica)
+        for replica, held in checkpoint.parts.items():
+            by_holder.setdefault(held.holders[0].host.replica, []).append(replica)
         asking = [
-            self._hosts.ask(PersistCheckpoint(step, attempt, tuple(replicas), folder), replicas=[holder])
+            self._hosts.ask_host(PersistCheckpoint(step, attempt, tuple(replicas), folder), holder)
             for holder, replicas in by_holder.items()
         ]
         try:
-            answers = [answer for found in await asyncio.gather(*asking) for answer in found.values()]
-            if not (why := next(filter(None, answers), "")):
+            if not (why := next(filter(None, await asyncio.gather(*asking)), "")):
                 publish = PersistCheckpoint(step, attempt, tuple(checkpoint.parts), folder, publish=True)
-                publisher = next(iter(by_holder))
-                why = (await self._hosts.ask(publish, replicas=[publisher]))[publisher]
+                why = await self._hosts.ask_host(publish, next(iter(by_holder)))
         except HostError as error:
             why = str(error)
         if why:
@@ -187,7 +190,7 @@ class Checkpoints:
         if not self._is_used:
             return
         for checkpoint in self._whole():
-            asking = [self._restore(checkpoint, world, replica) for replica in self._members.attempt]
+            asking = [self._restore(checkpoint, world, replica) for replica in self._members.attempt.hosts]
             if not (why := next(filter(None, await asyncio.gather(*asking)), "")):
                 self._report(checkpoint, world)
                 return
@@ -198,18 +201,18 @@ class Checkpoints:
     async def _restore(self, checkpoint: _Checkpoint, world: World, replica: int) -> str:
         own = {*world.place(replica).ranks}
         sources = []
-        for part in checkpoint.parts.values():
-            is_needed = not own.isdisjoint(part.ranks) or part.world != world.size
-            if is_needed or part.shared:
-                sources.append(self._source(checkpoint, part, is_needed))
+        for held in checkpoint.parts.values():
+            is_needed = not own.isdisjoint(held.part.ranks) or held.part.world != world.size
+            if is_needed or held.part.shared:
+                sources.append(held.source(is_needed))
         sources.sort(key=lambda source: source.part.replica != replica)
-        return (await self._hosts.ask(RestoreCheckpoint(tuple(sources)), _TIMEOUT, replicas=[replica]))[replica]
+        return await self._hosts.ask_host(RestoreCheckpoint(tuple(sources)), replica, _TIMEOUT)
 
     def _report(self, checkpoint: _Checkpoint, world: World) -> None:
         copied = [
-            f"host {replica}'s part from host {holders[0]}"
-            for replica, holders in checkpoint.holders.items()
-            if replica not in holders
+            f"host {replica}'s part from host {held.holders[0].host.replica}"
+            for replica, held in checkpoint.parts.items()
+            if all(member.host.replica != replica for member in held.holders)
         ]
         more = f" ({', '.join(copied)})" if copied else ""
         text = f"the ranks begin with the checkpoint of step {checkpoint.key[0]} in memory{more}"

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection
 
-from torchx_monarch.controller.attempt import Attempt
 from torchx_monarch.controller.elastic import listed
 from torchx_monarch.controller.host_events import CommandFailed, HostEvent, HostLost, HostPreempted
 from torchx_monarch.controller.host_messages import HostError, LaunchRanks, WatchRanks
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.members import Member
+from torchx_monarch.controller.members import Attempt, Member
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import EARLY_FAILURES_WITHIN, JobResult, RankExit, describe_others, shell_code
 from torchx_monarch.model.world import HostRange, World
@@ -41,13 +39,18 @@ class CommandController:
         self._hosts = hosts
         self._events = hosts.events
         self._reporter = hosts.reporter
-        self._attempt = Attempt(has_begun=True)
+        commands = HostRange(0, self._spec.replicas, 1)
+        self._attempt.begin(World(0, 0, 0, (commands,), "", 0, False, self._spec.app))
         self._launched = 0
         """The number of commands that have started, and whose hosts have not left."""
         self._spared = 0
         """The number of hosts that are spared (see ``Member``)."""
         self._is_late = False
         """Whether the role does without replicas that have never arrived."""
+
+    @property
+    def _attempt(self) -> Attempt:
+        return self._members.attempt
 
     async def run(self) -> JobResult:
         """Follow the commands to the end of the role, or of replica 0 alone, and return the result."""
@@ -58,7 +61,7 @@ class CommandController:
             self._watch_new_hosts()
             event = await self._events.until_event(self._news())
             result = await self._handle(event) if event else self._result()
-        for replica in list(self._members.attempt):
+        for replica in list(self._attempt.hosts):
             self._forget(replica)
         return result
 
@@ -75,12 +78,12 @@ class CommandController:
 
     @property
     def _waits_for_all(self) -> bool:
-        return self._spec.starts == "together" and not self._members.attempt and not self._members.is_complete
+        return self._spec.starts == "together" and not self._attempt.hosts and not self._members.is_complete
 
     def _new_hosts(self) -> list[Registration]:
         """Return the hosts whose commands are to start now."""
         hosts = [] if self._waits_for_all else self._members.idle
-        return [host for host in hosts if host.replica not in self._members.attempt]
+        return [host for host in hosts if host.replica not in self._attempt.hosts]
 
     async def _news(self) -> None:
         news = self._members.until(self._has_news)
@@ -104,13 +107,13 @@ class CommandController:
         self._members.extend(new)
         self._members.has_begun |= self._members.is_complete
         for host in new:
-            member = self._members.attempt[host.replica]
+            member = self._attempt.hosts[host.replica]
             member.watching = asyncio.ensure_future(self._watch(member))
 
     def _forget(self, replica: int) -> None:
         """Forget the command of a host that leaves."""
         self._attempt.exits.pop(replica, None)
-        if (member := self._members.attempt.pop(replica, None)) and member.watching:
+        if (member := self._attempt.hosts.pop(replica, None)) and member.watching:
             member.watching.cancel()
             self._launched -= member.launched is not None
 
@@ -118,7 +121,8 @@ class CommandController:
         """Start the command of a host unless it runs, and wait for its end. The loss of the host is an event."""
         replica = member.host.replica
         with contextlib.suppress(HostError):
-            member.launched = await self._hosts.ask_host(LaunchRanks(self._world([replica])), replica)
+            assert self._attempt.world is not None
+            member.launched = await self._hosts.ask_host(LaunchRanks(self._attempt.world), replica)
             self._launched += 1
             if self._launched == self._spec.replicas:  # again when one of them has started again
                 self._report_start()
@@ -133,14 +137,9 @@ class CommandController:
             self._members.notify()
 
     def _report_start(self) -> None:
-        members = [member for _, member in sorted(self._members.attempt.items())]
-        self._reporter.phase("hosts", f"hosts {len(members)}/{len(members)}", count=len(members))
-        self._attempt.report_start(self._reporter, "commands", self._world(self._members.attempt), members)
-
-    def _world(self, replicas: Collection[int]) -> World:
-        return World(
-            0, 0, 0, HostRange.listed((replica, 1) for replica in sorted(replicas)), "", 0, False, self._spec.app
-        )
+        count = self._attempt.size
+        self._reporter.phase("hosts", f"hosts {count}/{count}", count=count)
+        self._attempt.report_start(self._reporter, "commands")
 
     # -- their ends ----------------------------------------------------------------------------------------------------
 
@@ -173,12 +172,12 @@ class CommandController:
             self._hosts.settle(event)
         elif self.ends_role:
             # A wrong option ends all commands within moments.
-            watching = [member.watching for member in self._members.attempt.values() if member.watching]
+            watching = [member.watching for member in self._attempt.hosts.values() if member.watching]
             await asyncio.wait(watching, timeout=EARLY_FAILURES_WITHIN)
         if self.ends_role:
             # Hosts that are started again are put off until replica 0 is.
             self._rendezvous.put_off_restarted_hosts()
-            await self._hosts.stop(event.signal, self._spec.grace, self._attempt.add)
+            await self._hosts.stop(event.signal, self._spec.grace)
         if failed := event.result.cause:
             result = self._failure((self._attempt.cause if self.ends_role else None) or failed)
         self._attempt.record_end(self._reporter)
@@ -186,7 +185,7 @@ class CommandController:
 
     def _failure(self, cause: RankExit) -> JobResult:
         """Report the failure of a command, and of the others; return the result."""
-        failure = self._attempt.failure(cause, self._spec.replicas)
+        failure = self._attempt.failure(cause)
         self._reporter.record("failure", failure.reason, rank=cause.rank, failed_at=cause.failed_at)
         for line in describe_others(self._attempt.exits.values(), cause):
             self._reporter.line(f"also: {line}")
@@ -211,5 +210,5 @@ class CommandController:
 
     def _is_replaced(self, replica: int) -> bool:
         """Return whether the backend replaces a replica that leaves now, while the others go on."""
-        member = self._members.attempt.get(replica)
+        member = self._attempt.hosts.get(replica)
         return (member.host.restarts if member is not None else 0) < self._spec.replacements

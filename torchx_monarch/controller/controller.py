@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING
 
-from torchx_monarch.controller.attempts import Attempts
+from torchx_monarch.controller.attempts import RankRun
 from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import (
@@ -52,7 +52,7 @@ class Controller:
         self._hosts = hosts
         self._members = hosts.members
         self._hang_watch = hang_watch
-        self._attempts = Attempts(hosts, gatherer, hang_watch)
+        self._run = RankRun(hosts, gatherer, hang_watch)
         self._queue = queue
 
     async def run(self) -> JobResult:
@@ -64,7 +64,7 @@ class Controller:
                 result = ended
             elif (result := await self._handle(ended)) is None:
                 wait = self._count_change(ended)
-        await self._attempts.checkpoints.finish()
+        await self._run.checkpoints.finish()
         if self._queue is not None:
             await self._queue.close(result)
         return result
@@ -75,23 +75,23 @@ class Controller:
         """Execute runs, or continue the present one on other hosts, until the job ends, or an event ends an attempt."""
         if self._queue is None:
             # Hosts that outlived an earlier replica 0 have run attempts already.
-            self._attempts.continue_after([host.world for host in self._members.hosts if host.world is not None])
+            self._run.continue_after([host.world for host in self._members.hosts if host.world is not None])
             return await self._execute()
         while True:
             run: Run | JobResult | HostEvent | None = self._queue.current
             if run is None:
-                self._attempts = Attempts(self._hosts, self._gatherer, self._hang_watch)
+                self._run = RankRun(self._hosts, self._gatherer, self._hang_watch)
                 run = await self._events.until_event(self._queue.next_run(), concerns_hosts)
             if isinstance(run, (JobResult, HostEvent)):
                 return run
             ended = await self._execute(run)
             if isinstance(ended, RunEndRequested):
-                await self._attempts.stop(ended.signal)
+                await self._run.stop(ended.signal)
                 ended = ended.result
             if isinstance(ended, HostEvent):
                 return ended
-            await self._attempts.checkpoints.finish()
-            await self._queue.finish(run, self._attempts.current, ended)
+            await self._run.checkpoints.finish()
+            await self._queue.finish(run, ended)
             # A request to end this run that is still pending concerns no run any more.
             self._events.take(lambda event: isinstance(event, RunEndRequested))
 
@@ -102,13 +102,13 @@ class Controller:
                 return begun
             if self._queue is not None and run is not None:
                 self._queue.begun(run, sum(answer.nproc for answer in begun.values()))
-            return await self._attempts.run(begun)
+            return await self._run.run(begun)
         except HostRefused as refusal:
             if self._queue is None:
                 # The refusal, or what a host itself reports meanwhile, ends the job.
                 failure = StopRequested(0, JobResult(1, (refusal.reason.splitlines() or ["refused"])[0]))
                 return await self._events.report_within(self._hosts.report_timeout, failure)
-            await self._attempts.stop(signal.SIGKILL)
+            await self._run.stop(signal.SIGKILL)
             return JobResult(refusal.code, str(refusal))
 
     # -- hosts ---------------------------------------------------------------------------------------------------------
@@ -119,7 +119,8 @@ class Controller:
 
         def is_answered(event: HostEvent) -> bool:
             """Whether a mesh of these hosts is the answer to an event: its host is gone, or has joined."""
-            gone = isinstance(event, HostLost) or (event.result.stopped and event.replica not in self._members.attempt)
+            left = event.result.stopped and event.replica not in self._members.attempt.hosts
+            gone = isinstance(event, HostLost) or left
             return event.replica != 0 and (gone or isinstance(event, HostJoined))
 
         if event is None:
@@ -135,7 +136,7 @@ class Controller:
         goes_on = changes_hosts and event.replica != 0 and (self._sizes.can_lose or self._replacements_left > 0)
         if not goes_on:
             self._rendezvous.put_off_restarted_hosts()
-        await self._attempts.stop(event.signal)
+        await self._run.stop(event.signal)
         # One new mesh is the answer to all of these.
         answered = (HostLost, HostJoined)
         for other in self._events.take(lambda pending: isinstance(pending, answered) and pending.replica != 0):
@@ -163,7 +164,7 @@ class Controller:
 
     def _count_change(self, event: HostEvent) -> float:
         """Count an attempt and a replacement for a change of the hosts; return the seconds to wait for all hosts."""
-        self._attempts.advance(is_restart=not isinstance(event, HostJoined))
+        self._run.advance(is_restart=not isinstance(event, HostJoined))
         if isinstance(event, HostJoined):
             return 0.0
         too_few = self._members.able_count < self._sizes.min_hosts

@@ -91,7 +91,7 @@ class HostGatherer:
         while True:
             if failure := await self._wait_for_minimum():
                 return StopRequested(0, JobResult(1, failure))
-            if sizes.spares and not members.attempt and not self._needs_no_spare():
+            if sizes.spares and not members.attempt.hosts and not self._needs_no_spare():
                 await members.until(self._needs_no_spare, _ORDER_TIMEOUT)
             if wait and not self._is_last_call_over():
                 await self._reporter.while_waiting(
@@ -128,7 +128,7 @@ class HostGatherer:
 
     def blame(self, replica: int, fault: NodeFault, reason: str) -> HostExcluded | None:
         """Count a failure of a host of the attempt; return the event that replaces it, if it is excluded now."""
-        members, member = self._members, self._members.attempt.get(replica)
+        members, member = self._members, self._members.attempt.hosts.get(replica)
         if member is None:
             return None
         self._reporter.record("node_fault", reason, node=member.host.node, fault=fault)
@@ -141,7 +141,7 @@ class HostGatherer:
 
     def exclude(self, replica: int, reason: str) -> HostExcluded | None:
         """Exclude a host of the attempt at once; return the event that replaces it, if another one can do that."""
-        members, member = self._members, self._members.attempt.get(replica)
+        members, member = self._members, self._members.attempt.hosts.get(replica)
         if member is None or members.registered_count == 1:
             return None
         self._failures.excluded.add(name := members.machine(member.host))
@@ -157,7 +157,7 @@ class HostGatherer:
         return None
 
     def _report_spares(self) -> None:
-        if not (self._sizes.spares and self._members.attempt):
+        if not (self._sizes.spares and self._members.attempt.hosts):
             return
         spares = [host for host in self._members.idle if not self._is_excluded(host)]
         text = f"spare: {', '.join(host.name for host in spares)}" if spares else "no spare host is left"
@@ -190,7 +190,7 @@ class HostGatherer:
 
     def _choose(self) -> list[Registration]:
         members, sizes = self._members, self._sizes
-        hosts, places = members.able, list(members.attempt) if sizes.spares else []
+        hosts, places = members.able, list(members.attempt.hosts) if sizes.spares else []
         excluded = {host.replica for host in hosts if self._is_excluded(host)}
         return choose(hosts, places, max_hosts=sizes.max_hosts, min_hosts=sizes.min_hosts, excluded=excluded)
 

@@ -36,6 +36,7 @@ class HangWatch:
 
     def __init__(self, hosts: JobHosts, gatherer: HostGatherer) -> None:
         self._hosts = hosts
+        self._members = hosts.members
         self._slow_watch = SlowWatch(hosts, gatherer)
         self._reporter = hosts.reporter
         self._hang_after = hosts.spec.hang_after
@@ -57,7 +58,7 @@ class HangWatch:
             self._slow_watch.begin()
             self._since = asyncio.get_running_loop().time()
 
-    async def run(self, attempt: int, kernel_timeout: float = 0.0) -> Hang:
+    async def run(self, kernel_timeout: float = 0.0) -> Hang:
         """Watch the ranks of an attempt until this task is cancelled; return a hang because of which they must end.
 
         So must ranks that wait inside the kernel for ``kernel_timeout`` seconds; 0 for no limit.
@@ -80,12 +81,12 @@ class HangWatch:
             try:
                 answers = await self._read(slow_watch.request() if asks_pace else ReadCollectives(details=False))
                 if asks_pace:
-                    slow_at = await slow_watch.observe(answers, attempt) + loop.time()
+                    slow_at = await slow_watch.observe(answers) + loop.time()
                 longest, in_kernel, quiet = self._longest(answers)
                 left = min(hang_after - longest, kernel_after - in_kernel)
                 hang = await self._diagnosed(hang_after, kernel_after) if left <= 0 else None
-                hang = await self._compare(hang, attempt)
-                await self._report_quiet(quiet if hang is None else 0.0, hang_after, attempt)
+                hang = await self._compare(hang)
+                await self._report_quiet(quiet if hang is None else 0.0, hang_after)
                 left = min(left, hang_after - quiet)
                 pause = min(every, left + 0.05) if left > 0 else every
             except Exception as error:
@@ -96,17 +97,17 @@ class HangWatch:
             if hang is not None and (self._on_hang != "observe" or 0 < kernel_timeout <= in_kernel):
                 return hang
 
-    async def _compare(self, hang: Hang | None, attempt: int) -> Hang | None:
+    async def _compare(self, hang: Hang | None) -> Hang | None:
         """Report a hang that is not known, and the end of the known one; return the hang with its place."""
         reported, now = self._reported, asyncio.get_running_loop().time()
         if hang is not None and not hang.same_as(reported):
-            hang = await self._report(hang, attempt)
+            hang = await self._report(hang)
             self._found_at = now if reported is None else self._found_at
         if reported is not None and hang is None:
             what = "waited inside the kernel" if reported.fault is Fault.KERNEL else "made the others wait"
             waited = now - self._found_at + reported.seconds
             text = f"hang over: {rank_ranges(reported.ranks)} {what} for {waited:.0f} s"
-            self._reporter.report("hang_end", text, attempt=attempt, waited=round(waited, 3))
+            self._reporter.report("hang_end", text, attempt=self._members.attempt.number, waited=round(waited, 3))
         # Keep the one that was reported, with the time that its ranks had waited then.
         self._reported = reported if hang is not None and hang.same_as(reported) else hang
         return self._reported
@@ -124,14 +125,19 @@ class HangWatch:
         quiet = min((answer.quiet for answer in found if answer.quiet is not None), default=0.0)
         return min(longest, at_most), min(in_kernel, at_most), min(quiet, at_most)
 
-    async def _report_quiet(self, seconds: float, hang_after: float, attempt: int) -> None:
+    async def _report_quiet(self, seconds: float, hang_after: float) -> None:
         """Report once where all ranks are that have printed and called nothing, as when each waits to receive."""
         was_quiet, self._is_quiet = self._is_quiet, seconds >= hang_after
         if self._is_quiet and not was_quiet:
             stacks = await self._take_stacks("while ranks are quiet")
             places = describe_places([process.rank for process in stacks], stacks)
             text = f"no rank has called a collective or printed anything for {seconds:.0f} s; {places}"
-            self._reporter.report("quiet", f"{text} (torchx monarch stacks)", attempt=attempt, quiet=round(seconds, 3))
+            self._reporter.report(
+                "quiet",
+                f"{text} (torchx monarch stacks)",
+                attempt=self._members.attempt.number,
+                quiet=round(seconds, 3),
+            )
 
     async def _diagnosed(self, hang_after: float, kernel_after: float) -> Hang | None:
         answers, missing = await self._hosts.collect(ReadCollectives(details=True), _TIMEOUT)
@@ -152,14 +158,14 @@ class HangWatch:
         answers = await self._hosts.collect_shared(TakeStacks(None, save_as), _TIMEOUT, afresh=True)
         return [stacks for shared in itertools.chain(*answers.by_replica.values()) for stacks in shared.each_process()]
 
-    async def _report(self, hang: Hang, attempt: int) -> Hang:
+    async def _report(self, hang: Hang) -> Hang:
         stacks = await self._take_stacks("while ranks hang")
         hang = dataclasses.replace(hang, place=describe_places(hang.ranks, stacks))
         self._reporter.report(
             "hang",
             f"hang: {hang.describe()}",
             reason=hang.describe(),
-            attempt=attempt,
+            attempt=self._members.attempt.number,
             fault=hang.fault.value,
             ranks=ranges(hang.ranks),
             waiting=ranges(hang.waiting),

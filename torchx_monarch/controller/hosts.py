@@ -7,14 +7,13 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Collection, Iterator, Sequence
 from typing import Any, Generic
 
 from torchx_monarch.controller.elastic import NodeRange, listed
 from torchx_monarch.controller.host_events import HostEvent, HostLost, StopRequested, T
 from torchx_monarch.controller.host_messages import (
     AnswerT,
-    Exits,
     Handler,
     HostCall,
     HostError,
@@ -28,7 +27,6 @@ from torchx_monarch.controller.members import MemberState
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.model.world import World
 from torchx_monarch.transport import messages
 
 _STOP_MARGIN = 60.0
@@ -54,7 +52,6 @@ class JobHosts:
 
     Attributes:
         sizes: the number of hosts on which the job runs.
-        world: the ranks of the last attempt; None before, and if it has commands.
         report_timeout: seconds to wait for a host's own report after it has refused a request. Over a network, the loss
             of a machine is noticed only after ``peer_timeout`` seconds of silence.
     """
@@ -63,7 +60,6 @@ class JobHosts:
         self.rendezvous = rendezvous
         self.spec = rendezvous.network.options
         self.sizes = sizes
-        self.world: World | None = None
         self.members = rendezvous.members
         self.events = rendezvous.events
         self.reporter = reporter
@@ -93,9 +89,9 @@ class JobHosts:
         self.events.remove(event)
         self.reporter.report(event.kind, event.result.reason, replica=event.replica)
 
-    async def ask_host(self, request: Request[AnswerT], replica: int) -> AnswerT:
+    async def ask_host(self, request: Request[AnswerT], replica: int, timeout: float | None = None) -> AnswerT:
         """Send a request to one host, and return the answer (see ``ask``)."""
-        return (await self.ask(request, replicas=[replica]))[replica]
+        return (await self.ask(request, timeout, [replica]))[replica]
 
     async def ask(
         self, request: Request[AnswerT], timeout: float | None = None, replicas: Sequence[int] = ()
@@ -130,8 +126,9 @@ class JobHosts:
 
         Returns: the answers, and why a host has not answered, by replica.
         """
-        world = self.world if self.world is not None and all(0 <= rank < self.world.size for rank in ranks) else None
-        replicas = sorted({world.replica_of(rank) for rank in ranks}) if world is not None else ()
+        world, replicas = self.members.attempt.world, list[int]()
+        if world is not None and all(0 <= rank < world.size for rank in ranks):
+            replicas = sorted({world.replica_of(rank) for rank in ranks})
         answers: dict[int, AnswerT] = {}
         missing: dict[int, str] = {}
         with self.call(request, timeout, replicas) as call:
@@ -164,8 +161,8 @@ class JobHosts:
             asking.add_done_callback(lambda done: loop.call_later(_SHARED_FOR, forget, done))
         return await asyncio.shield(self._shared[key])
 
-    async def stop(self, number: int, grace: float, add_exits: Callable[[Exits], None]) -> None:
-        """Stop the ranks of every host that can be reached. Events stay pending meanwhile.
+    async def stop(self, number: int, grace: float) -> None:
+        """Stop the ranks of every host that can be reached, and add their exits. Events stay pending meanwhile.
 
         A host that has lost replica 0 stops its ranks by itself. The ranks of a host that is gone are gone too. One
         whose ranks have not all ended is lost: no attempt may begin beside them.
@@ -181,7 +178,7 @@ class JobHosts:
                 elif isinstance(answer, HostLateError):
                     self._lose(replica, str(answer))
                 elif not isinstance(answer, HostError):
-                    add_exits(answer)
+                    self.members.attempt.add(answer)
 
     def _lose(self, replica: int, reason: str) -> None:
         """Count a host of the attempt, which has not stopped its ranks, as lost, and end its connection."""
@@ -202,7 +199,7 @@ class JobHosts:
 
         This does not wait: a host that reads slowly delays no other.
         """
-        call = HostCall(next(self._numbers), request, replicas or self.members.attempt)
+        call = HostCall(next(self._numbers), request, replicas or self.members.attempt.hosts)
         timer = asyncio.get_running_loop().call_later(timeout, call.expire, timeout) if timeout is not None else None
 
         async def ask_own() -> None:

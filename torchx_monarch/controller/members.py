@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The table of the hosts of a role, on replica 0: all that it decides about hosts reads this table."""
+"""The table of the hosts of a role, and their present attempt, on replica 0: all that it decides reads this table."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ import dataclasses
 import enum
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torchx_monarch.controller.host_events import Changes
-from torchx_monarch.controller.host_messages import CheckpointParts, HostCall, HostError, Launched
+from torchx_monarch.controller.host_messages import CheckpointParts, Exits, HostCall, HostError, Launched
+from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
-from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.job_result import (
+    JobResult,
+    RankExit,
+    describe_failure,
+    exit_records,
+    root_cause,
+    shell_code,
+    steps_of_all,
+)
+from torchx_monarch.model.world import World
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.channel import Channel
 
@@ -92,6 +102,88 @@ class Member:
             await self.channel.send({"type": "result", "dismissed": dismissed, **vars(result)})
 
 
+@dataclasses.dataclass(eq=False)
+class Attempt:
+    """One attempt of a run, or the only one of the commands of a role.
+
+    Attributes:
+        hosts: by replica, in the order of their node ranks; those of the attempt before until it is formed.
+        number: counts all attempts of the run, from 0.
+        restart_count: TORCHELASTIC_RESTART_COUNT; as under torchrun, a host that joins adds none.
+        restarts_used: how many of torchrun's ``--max-restarts`` have been used.
+        world: its ranks, or commands; None before these may have started.
+        exits: how they have ended, by rank.
+        failed_before: the ranks that had never joined a process group when the attempt before failed.
+    """
+
+    hosts: dict[int, Member] = dataclasses.field(default_factory=dict)
+    number: int = 0
+    restart_count: int = 0
+    restarts_used: int = 0
+    world: World | None = None
+    exits: dict[int, RankExit] = dataclasses.field(default_factory=dict)
+    failed_before: frozenset[int] = frozenset()
+    _is_recorded: bool = False
+
+    def next(self, *, is_restart: bool = True, is_charged: bool = False) -> Attempt:
+        """Return the attempt after this one, for which one of torchrun's restarts may have been used."""
+        used, failed = self.restarts_used + is_charged, self.never_joined
+        return Attempt(self.hosts, self.number + 1, self.restart_count + is_restart, used, failed_before=failed)
+
+    def begin(self, world: World) -> None:
+        self.world, self.exits = world, {}
+
+    def report_start(self, reporter: Reporter, what: Literal["ranks", "commands"]) -> None:
+        """Report what its hosts have started."""
+        assert self.world is not None
+        world, launched = self.world, [(member.host, member.launched) for member in self.hosts.values()]
+        shown = [
+            {
+                "replica": host.replica,
+                "node": host.node,
+                "first_rank": world.place(host.replica).first_rank,
+                "pids": answer.pids,
+                "imported": answer.imported,
+            }
+            for host, answer in launched
+            if answer is not None
+        ]
+        unshared = next((answer.unshared for _, answer in launched if answer and answer.unshared), "")
+        more = {"count": world.size, "unshared": unshared} if what == "ranks" else {}
+        text = f"{what} {world.size}/{world.size}"
+        reporter.ranks_started(text, shown, attempt=world.attempt, log_attempt=world.log_attempt, **more)
+
+    def add(self, exits: Exits) -> None:
+        self.exits.update({rank_exit.rank: rank_exit for rank_exit in exits})
+
+    @property
+    def cause(self) -> RankExit | None:
+        return root_cause(self.exits.values())
+
+    @property
+    def size(self) -> int:
+        """The number of its ranks or commands."""
+        return 0 if self.world is None else self.world.size
+
+    @property
+    def never_joined(self) -> frozenset[int]:
+        """The ranks that failed while forming their first process group."""
+        return frozenset(ended.rank for ended in self.exits.values() if ended.failed and ended.joined is False)
+
+    def failure(self, cause: RankExit) -> JobResult:
+        """Return the result of the job if this failure ends it."""
+        return JobResult(shell_code(cause.code), describe_failure(self.exits.values(), cause, self.size), cause)
+
+    def record_end(self, reporter: Reporter) -> None:
+        """Report how its ranks have ended as an event, once; nothing if they have not started."""
+        if self.exits and self.world is not None and not self._is_recorded:
+            self._is_recorded = True
+            text = f"attempt {self.number + 1} has ended"
+            steps = steps_of_all(self.exits.values())
+            fields = {} if steps is None else {"steps": dataclasses.asdict(steps)}
+            reporter.ranks_ended(text, exit_records(self.exits, self.cause), attempt=self.number, **fields)
+
+
 class Members:
     """The last host of each replica, and the present attempt.
 
@@ -100,15 +192,15 @@ class Members:
     Attributes:
         counts: the number of hosts in each state.
         connected: the hosts, but for replica 0's own, whose channel has not ended, by replica.
-        attempt: the hosts of the present attempt, by replica, in the order of their node ranks; empty before the first.
-        formation: how often these hosts have changed.
+        attempt: the present attempt, or the next one; it has no hosts before the first is formed.
+        formation: how often its hosts have changed.
         has_begun: whether all hosts that the first attempt needs have been in it.
         on_idle_change: called when the hosts have changed that can take part, and do not.
         on_checkpoints: called when a host of the attempt has other parts of checkpoints.
     """
 
     def __init__(self, replicas: int) -> None:
-        self.attempt: dict[int, Member] = {}
+        self.attempt = Attempt()
         self.formation = 0
         self.has_begun = False
         self.on_idle_change: Callable[[], None] = lambda: None
@@ -144,7 +236,7 @@ class Members:
         self.counts[member.state] += step
         if member.is_registered:
             self._machines[host.node] += step
-        if member.state is MemberState.ABLE and self.attempt.get(host.replica) is not member:
+        if member.state is MemberState.ABLE and self.attempt.hosts.get(host.replica) is not member:
             self._idle[host.replica] = host
             if step < 0:
                 del self._idle[host.replica]
@@ -153,14 +245,14 @@ class Members:
 
     def form(self, hosts: Sequence[Registration]) -> None:
         """Begin an attempt with these hosts, in the order of their node ranks."""
-        self.attempt, self._idle = {}, {host.replica: host for host in self.able}
+        self.attempt.hosts, self._idle = {}, {host.replica: host for host in self.able}
         self.has_begun = True
         self.extend(hosts)
 
     def extend(self, hosts: Sequence[Registration]) -> None:
         """Have more hosts take part in the attempt."""
         for host in hosts:
-            self.attempt[host.replica] = self._members[host.replica]
+            self.attempt.hosts[host.replica] = self._members[host.replica]
             self._idle.pop(host.replica, None)
         self.formation += 1
         self.notify()
@@ -180,7 +272,7 @@ class Members:
 
     def in_attempt(self, replica: int) -> Member | None:
         """Return the replica's host in the attempt; None if it has been lost or dismissed, and perhaps replaced."""
-        member = self.attempt.get(replica)
+        member = self.attempt.hosts.get(replica)
         return member if member is not None and member.is_registered else None
 
     def set_checkpoints(self, replica: int, parts: CheckpointParts) -> None:
@@ -204,12 +296,12 @@ class Members:
     @property
     def hosts(self) -> list[Registration]:
         """The hosts of the present attempt, in the order of their node ranks."""
-        return [member.host for member in self.attempt.values()]
+        return [member.host for member in self.attempt.hosts.values()]
 
     @property
     def present(self) -> list[Member]:
         """Those of them that have not left."""
-        return [member for member in self.attempt.values() if member.is_registered]
+        return [member for member in self.attempt.hosts.values() if member.is_registered]
 
     @property
     def idle(self) -> list[Registration]:
@@ -227,7 +319,7 @@ class Members:
     @property
     def are_together(self) -> bool:
         """Whether an attempt has been formed, and no host has left it."""
-        return bool(self.attempt) and self.able_count - len(self._idle) == len(self.attempt)
+        return bool(self.attempt.hosts) and self.able_count - len(self._idle) == len(self.attempt.hosts)
 
     @property
     def is_complete(self) -> bool:

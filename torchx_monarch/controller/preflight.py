@@ -16,7 +16,7 @@ _LINE = 600
 
 
 class Preflight:
-    """Compare the hosts of a run, once for each set of hosts (see ``Attempts.run``)."""
+    """Compare the hosts of a run, once for each set of hosts (see ``RankRun.run``)."""
 
     def __init__(self, hosts: JobHosts) -> None:
         self._mode = hosts.spec.preflight
@@ -47,7 +47,7 @@ class Preflight:
 
     def report_differences(self) -> None:
         """Report how hosts differ whose ranks have started, once after ``check``; not if that has compared them."""
-        members = self._hosts.members.attempt.items()
+        members = self._hosts.members.attempt.hosts.items()
         facts = {replica: member.launched.facts for replica, member in members if member.launched is not None}
         if self._reports_differences and (found := list(self._compare(facts))):
             self._reporter.report("differences", one_line(f"hosts differ: {'; '.join(found)}", _LINE))

@@ -98,7 +98,7 @@ class HostQueries:
         await _send(peer, Answers(profiles, missing, encoded))
 
     def _check_ranks(self) -> None:
-        if not self._hosts.members.attempt:
+        if not self._hosts.members.attempt.hosts:
             raise RendezvousError("there are no ranks yet: the hosts are not together")
 
 

@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchx_monarch.command.allocation_spec import AllocationSpec
-from torchx_monarch.controller.attempt import Attempt
 from torchx_monarch.controller.host_events import RunEndRequested, StopRequested, concerns_hosts
 from torchx_monarch.controller.host_messages import (
     BeginRun,
@@ -257,7 +256,7 @@ class RunQueue:
     def begun(self, run: Run, ranks: int) -> None:
         """Read the output of a run from the hosts of its attempt, which have begun it."""
         run.ranks = ranks
-        for replica, member in self.hosts.members.attempt.items():
+        for replica, member in self.hosts.members.attempt.hosts.items():
             if member.reading is None or member.reading.done():
                 member.reading = asyncio.ensure_future(self._read_output(run, replica))
 
@@ -269,14 +268,15 @@ class RunQueue:
                 run.run_log.append_lines(records.encode())
                 await run.run_log.room()
 
-    async def finish(self, run: Run, attempt: Attempt, result: JobResult) -> None:
+    async def finish(self, run: Run, result: JobResult) -> None:
         """Collect the last output of a run, prepare the hosts for the next run, and report the result."""
+        attempt = self.hosts.members.attempt
         word = "STOPPED" if result.stopped else "FAILED" if result.code else "SUCCEEDED"
         within = _FINISH_TIMEOUT + (_VALUES_TIMEOUT if run.request.function else 0.0)
 
         async def finish_hosts() -> None:
             await self.hosts.broadcast(FinishRun(run.token))
-            await asyncio.gather(*(member.reading for member in self.hosts.members.attempt.values() if member.reading))
+            await asyncio.gather(*(member.reading for member in attempt.hosts.values() if member.reading))
 
         try:
             # An event says that hosts have left, or that the allocation ends: the next wait handles it.

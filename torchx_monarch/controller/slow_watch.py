@@ -68,6 +68,7 @@ class SlowWatch:
 
     def __init__(self, hosts: JobHosts, gatherer: HostGatherer) -> None:
         self._hosts = hosts
+        self._members = hosts.members
         self._gatherer = gatherer
         self._reporter = hosts.reporter
         self._hook: asyncio.Task[None] | None = None
@@ -88,10 +89,10 @@ class SlowWatch:
     def request(self) -> ReadCollectives:
         """Return the request whose answers ``observe`` takes."""
         self._sent = time.time()
-        self._calls = min(256, max(16, _CALLS // max(1, len(self._hosts.members.attempt))))
+        self._calls = min(256, max(16, _CALLS // max(1, len(self._members.attempt.hosts))))
         return ReadCollectives(False, max(1.0, self._sent - self._asked) if self._asked else _EVERY, self._calls)
 
-    async def observe(self, answers: Mapping[int, HostCollectives], attempt: int) -> float:
+    async def observe(self, answers: Mapping[int, HostCollectives]) -> float:
         """Conclude from the answers of all hosts; return the seconds until the next ones are due."""
         now, at_rest = time.time(), max(_EVERY, len(answers) / _HOSTS_A_SECOND)
         paces = {replica: self._by_own_clock(answer.pace, now) for replica, answer in answers.items()}
@@ -107,7 +108,7 @@ class SlowWatch:
         self._paces.append(pace)
         del self._paces[:-MAX_PACES]
         if self._found is not None and self._suspect is not None:
-            self._follow(self._suspect, self._found, pace, attempt)
+            self._follow(self._suspect, self._found, pace)
             return at_rest
         hosts = {rank.rank: replica for replica, host in paces.items() for rank in host.ranks}
         suspect = find_suspect(self._paces, hosts, 1)
@@ -122,7 +123,7 @@ class SlowWatch:
             return at_rest
         await self._take_stacks(slow or suspect, pace)
         if slow is not None:
-            self._report(slow, hosts, attempt)
+            self._report(slow, hosts)
             return at_rest
         return max(0.1, _EVERY_SUSPECTED - (time.monotonic() - began))
 
@@ -148,16 +149,16 @@ class SlowWatch:
             await asyncio.sleep(_ROUND_EVERY)
         del self._rounds[: -_MAX_SUSPICIONS * _ROUNDS]
 
-    def _report(self, suspect: Suspect, hosts: Mapping[int, int], attempt: int) -> None:
-        attempts = self._hosts.members.attempt
-        named = {rank: (replica, attempts[replica].host.hostname) for rank, replica in hosts.items()}
+    def _report(self, suspect: Suspect, hosts: Mapping[int, int]) -> None:
+        attempt = self._members.attempt
+        named = {rank: (replica, attempt.hosts[replica].host.hostname) for rank, replica in hosts.items()}
         found = explain(suspect, self._paces, self._rounds, named)
         found = found.shown(time.time())
         self._suspect, self._found, self._rounds, self._suspicions = suspect, found, [], 0
         self._lost = found.lost
-        self._reporter.report("slow", found.message, attempt=attempt, slowness=dataclasses.asdict(found))
-        if found.replica is not None and len(attempts) > 1 and found.kind in MACHINE_KINDS:
-            node = attempts[found.replica].host.node
+        self._reporter.report("slow", found.message, attempt=attempt.number, slowness=dataclasses.asdict(found))
+        if found.replica is not None and len(attempt.hosts) > 1 and found.kind in MACHINE_KINDS:
+            node = attempt.hosts[found.replica].host.node
             self._reporter.record("node_fault", found.message, node=node, fault="slow")
         spec = self._hosts.spec
         if spec.on_slow:
@@ -171,11 +172,11 @@ class SlowWatch:
         if failure := await asyncio.to_thread(run_hook, "on_slow", command, data, os.environ):
             self._reporter.report("on_slow", failure)
 
-    def _follow(self, suspect: Suspect, found: Slowness, pace: Pace, attempt: int) -> None:
+    def _follow(self, suspect: Suspect, found: Slowness, pace: Pace) -> None:
         """Report the end of a slowness once it is gone."""
         share = share_now(suspect, self._paces)
         self._lost += share * pace.seconds
         if not share:
             text = f"slow no more: {found.who()}; {show_duration(self._lost)} were lost"
-            self._reporter.report("slow_end", text, attempt=attempt, lost=round(self._lost, 3))
+            self._reporter.report("slow_end", text, attempt=self._members.attempt.number, lost=round(self._lost, 3))
             self._suspect = self._found = None
