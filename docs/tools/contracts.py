@@ -110,7 +110,7 @@ def _of_phases() -> set[str]:
     return {
         path.relative_to(_PACKAGE).as_posix()
         for path in _modules("")
-        if re.search(r'\bevent\["kind"\]', path.read_text())
+        if re.search(r'\bevent\["kind"\] (==|!=|in|not in) (?!event)', path.read_text())
     }
 
 

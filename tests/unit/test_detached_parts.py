@@ -37,6 +37,7 @@ from torchx_monarch.backends.local.backend import LocalBackend, LocalOpts
 from torchx_monarch.backends.local.supervision import SupervisorRequest
 from torchx_monarch.insight import events
 from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.insight.timeline import count_rank_restarts
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.schedulers import monarch_local
 from torchx_monarch.system import processes
@@ -233,7 +234,7 @@ def test_events_are_read_to_the_end_and_stay_short_with_many_ranks(
     WriterThread.finish()
     assert path.stat().st_size < 2_000
     monkeypatch.setattr(events, "_PIECE", 300)
-    assert events.count_rank_restarts(events.read(path)[0]) == 3
+    assert count_rank_restarts(events.read(path)[0]) == 3
     monkeypatch.undo()
 
     def with_details() -> list[int]:

@@ -25,7 +25,7 @@ from torchx_monarch.cli.status import facts, only_roles, render, show_when
 from torchx_monarch.insight import events
 from torchx_monarch.insight.rank_sample import NO_SAMPLES, RankSample, RankSamples
 from torchx_monarch.insight.slowness import Kind, Slowness
-from torchx_monarch.insight.timeline import Moment
+from torchx_monarch.insight.timeline import Moment, last_slow
 from torchx_monarch.insight.timeline import build as build_timeline
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
@@ -376,14 +376,12 @@ def test_what_slows_the_ranks_is_shown_until_it_is_gone() -> None:
     line = "step 4,100: rank 5 (node7), 38 % behind the others, in its input: data.py:41; 33.0 s lost so far"
     assert f"  slow         since {line}" in render(status, NOW).splitlines()
     assert f"slow since {line}" in in_one_line(status, NOW)
-    assert (
-        json.loads(json.dumps(status.to_json()))["slow"]["kind"] == "input" and events.last_slow(slow) == "slow since …"
-    )
+    assert json.loads(json.dumps(status.to_json()))["slow"]["kind"] == "input" and last_slow(slow) == "slow since …"
     for kind in ("slow_end", "failure", "rank_restart", "ranks"):
         assert status_of(snapshot(), [*slow, event(kind, time=991.0)]).slow is None
     for wrong in ({}, {**asdict(found), "since": 1e300}, {**asdict(found), "kind": "other"}, None):
         assert status_of(snapshot(), [*STARTED, event("slow", "slow", 990.0, slowness=wrong)]).slow is None
-    assert events.last_slow([*slow, event("slow_end", time=991.0)]) is None
+    assert last_slow([*slow, event("slow_end", time=991.0)]) is None
 
 
 def test_a_watched_status_shows_the_whole_place_of_a_hang(

@@ -23,10 +23,12 @@ from torchx.specs import parse_app_handle
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.apps import Apps
-from torchx_monarch.insight import events
+from torchx_monarch.backends.core.state import count_restarts
+from torchx_monarch.backends.local.supervision import SupervisorRecord
 from torchx_monarch.insight.rank_sample import Progress, parse_progress
 from torchx_monarch.insight.step_progress import NAME, SIZE
 from torchx_monarch.model.state import State
+from torchx_monarch.schedulers.job_status import timeline_of
 from torchx_monarch.system import processes, safe_files
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -177,8 +179,8 @@ class Run:
         self._observe(time.time())
         if (found := self._apps.read(self._app_id)) is not None:
             record.state, record.reason = found[1].state, record.reason or one_line(found[1].message, 300)
+            record.restarts = count_restarts(found[0])
         record.ended = time.time()
-        record.restarts = sum(event["kind"] in ("rank_restart", "restart") for event in self._events())
         record.written = self._written()
         return record
 
@@ -240,18 +242,16 @@ class Run:
         """Return the steps of the checkpoints that all ranks have left behind."""
         return [first for first, last in self.record.saves if last < self._step or self._step < 0]
 
-    def _events(self) -> list[events.Event]:
-        return events.read_detailed(self._paths.events, below=self._paths.trusted)
-
     def _ranks(self) -> list[int]:
         """Return the processes of the ranks that were started last."""
-        started = {event.get("role"): event for event in self._events() if event["kind"] == "ranks"}
-        return [pid for event in started.values() for host in event.get("hosts", ()) for pid in host["pids"]]
+        if (found := self._apps.read(self._app_id)) is None:
+            return []
+        return [rank.pid for rank in timeline_of(*found, time.time()).started_last() if rank.pid is not None]
 
     def _hosts(self) -> list[int]:
-        started = [event for event in self._events() if event["kind"] == "replica_started"]
-        replicas = {(event.get("role"), event.get("replica")): event["pid"] for event in started}
-        return [pid for pids in processes.hosts(replicas.values()).values() for pid in pids]
+        record = SupervisorRecord.load(self._paths)
+        replicas = [replica.pid for role in record.roles for replica in role.replicas] if record is not None else []
+        return [pid for pids in processes.hosts(filter(None, replicas)).values() for pid in pids]
 
     # -- faults --------------------------------------------------------------------------------------------------------
 

@@ -110,6 +110,8 @@ class HostProcess:
         written = HostResult.from_job_result(result, rank_restarts=restarts, no_retry_reason=why)
         write_result(written, host.environ, host.reporter)
         if host.options.on_end and host.options.replica == 0:
+            from torchx_monarch.insight.timeline import last_slow
+
             state = State.CANCELLED if result.stopped else State.FAILED if result.code else State.SUCCEEDED
             end = JobEnd(
                 id=host.options.app,
@@ -120,7 +122,7 @@ class HostProcess:
                 started=self._started,
                 ended=time.time(),
                 restarts=restarts,
-                slow=events.last_slow(await asyncio.to_thread(host.reporter.read_events)),
+                slow=last_slow(await asyncio.to_thread(host.reporter.read_events)),
             )
             if failure := end.run(host.options.on_end, host.environ):
                 host.reporter.report("on_end", failure)

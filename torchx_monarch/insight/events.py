@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from torchx_monarch.system import safe_files
@@ -165,14 +164,3 @@ def checked(event: object) -> Event | None:
 
 def _is_time(value: object) -> bool:
     return isinstance(value, (int, float)) and abs(value) < 1e11
-
-
-def last_slow(happened: Iterable[Event]) -> str | None:
-    """Return what the job has said last of what slows its ranks; None if that had ended, or never was."""
-    told = [event for event in happened if event["kind"] in ("slow", "slow_end", "rank_restart")]
-    return told[-1]["message"] if told and told[-1]["kind"] == "slow" else None
-
-
-def count_rank_restarts(happened: Iterable[Event]) -> int:
-    """Count how often ranks were restarted within one start of their hosts."""
-    return sum(event["kind"] == "rank_restart" for event in happened)

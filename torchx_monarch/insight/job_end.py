@@ -32,7 +32,7 @@ class JobEnd:
 
     Attributes:
         id: the app's id, which ``torchx monarch`` takes as a handle.
-        slow: what slowed its ranks until the end (``events.last_slow``).
+        slow: what slowed its ranks until the end (``timeline.last_slow``).
     """
 
     id: str

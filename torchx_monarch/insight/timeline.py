@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The timeline of a job: its events as spans of time, from the submission to the end, and what each role does now.
 
-Nothing else reads events, but to count restarts: ``status``, ``top``, ``report`` and ``wait`` show what is here. The
+Nothing else knows the kinds of events: ``status``, ``top``, ``report`` and ``wait`` show what is here. The
 phases of a role follow each other without a gap, so their durations add up to that of the job.
 """
 
@@ -209,6 +209,12 @@ class Timeline:
         """Return the spans of a kind; of all roles if ``role`` is None."""
         return [span for span in self.spans if span.kind == kind and role in (None, span.role)]
 
+    def started_last(self) -> list[Span]:
+        """Return the ranks of each role that were started last, or its commands."""
+        ranks = self.spans_of("rank")
+        last = {rank.role: rank.parent for rank in ranks}
+        return [rank for rank in ranks if rank.parent is last[rank.role]]
+
     def last_ranks(self) -> list[Span]:
         """Return the ranks of each role's last attempt, by role and rank."""
         last: dict[tuple[str, int], Span] = {}
@@ -224,15 +230,30 @@ class Timeline:
         return (f"run_{around.number}/" if around is not None and around.kind == "run" else "") + f"attempt_{number}"
 
 
-def build(happened: Iterable[Event], roles: Sequence[RoleSpec], *, start: float = 0.0, end: float) -> Timeline:
-    """Return the timeline of a job.
+def build(
+    happened: Iterable[Event],
+    roles: Sequence[RoleSpec],
+    *,
+    start: float = 0.0,
+    started: float = 0.0,
+    are_all: bool = True,
+    end: float,
+) -> Timeline:
+    """Return the timeline of a job. Times are in seconds since the epoch, 0 if they are not known.
 
     Args:
-        happened: its events; one of the kind ``unseen_start`` says that what hosts did next is unknown.
-        start: when it was submitted, in seconds since the epoch, unless the events have that; 0 if it is not known.
+        happened: its events.
+        start: when it was submitted, unless the events have that.
+        started: when its hosts were, unless the events have its submission.
+        are_all: whether these are the events of all its hosts' starts, and not of the last alone.
         end: its end, or now.
     """
     ordered = sorted(happened, key=lambda event: event["time"])
+    if started and not any(event["kind"] == "submitted" for event in ordered):
+        # They are those of the present start of replica 0, whose clock may differ.
+        first = min([started, *(event["time"] for event in ordered[:1])])
+        kind = "job_started" if ordered and are_all else "unseen_start"
+        ordered.insert(0, {"time": first, "kind": kind, "message": ""})
     if ordered and ordered[0]["kind"] == "submitted":
         start = ordered[0]["time"] - (ordered[0].get("seconds") or 0.0)
     start = start or (ordered[0]["time"] if ordered else end)
@@ -479,6 +500,17 @@ def _clamped(around: Span, start: float, end: float) -> tuple[float, float]:
     """Return times in their order, and within a span."""
     first, last = (min(max(time, around.start), around.end) for time in (start, end))
     return first, max(first, last)
+
+
+def last_slow(happened: Iterable[Event]) -> str | None:
+    """Return what the job has said last of what slows its ranks; None if that had ended, or never was."""
+    told = [event for event in happened if event["kind"] in ("slow", "slow_end", "rank_restart")]
+    return told[-1]["message"] if told and told[-1]["kind"] == "slow" else None
+
+
+def count_rank_restarts(happened: Iterable[Event]) -> int:
+    """Count how often ranks were restarted within one start of their hosts."""
+    return sum(event["kind"] == "rank_restart" for event in happened)
 
 
 def seconds_to_group(timeline: Timeline) -> float:

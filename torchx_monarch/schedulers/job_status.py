@@ -156,14 +156,15 @@ class JobStatus:
 
 def timeline_of(app: AppSnapshot, status: AppStatus, now: float) -> Timeline:
     """Return the timeline of a job until its end, or until now."""
-    started, happened = _started(app) or 0.0, [*app.events]
-    if started and not any(event["kind"] == "submitted" for event in happened):
-        # They are those of the present start of replica 0, whose clock may differ.
-        kind = "job_started" if happened and not any(replica.restarts for replica in app.replicas) else "unseen_start"
-        first = min([started, *(event["time"] for event in happened)])
-        happened.insert(0, {"time": first, "kind": kind, "message": ""})
-    end = (_ended(app, status) if status.state.is_terminal else None) or now
-    return build_timeline(happened, [role.spec for role in app.roles], start=app.created or started, end=end)
+    started = _started(app) or 0.0
+    return build_timeline(
+        app.events,
+        [role.spec for role in app.roles],
+        start=app.created or started,
+        started=started,
+        are_all=not any(replica.restarts for replica in app.replicas),
+        end=(_ended(app, status) if status.state.is_terminal else None) or now,
+    )
 
 
 def build(

@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
-from torchx_monarch.insight.events import count_rank_restarts
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import LOOPBACK, RetryPolicy
 from torchx_monarch.model.state import State
@@ -220,7 +219,11 @@ def _with_notes(message: str, app: AppSnapshot) -> str:
 
 def count_restarts(app: AppSnapshot) -> int:
     """Count how often an app was restarted; count restarts that one replica's failure has caused in others as one."""
-    ranks = count_rank_restarts(app.events) + sum(replica.rank_restarts for replica in app.replicas)
+    ranks = sum(replica.rank_restarts for replica in app.replicas)
+    if app.events:
+        from torchx_monarch.insight.timeline import count_rank_restarts  # not in a supervisor, which reads no events
+
+        ranks += count_rank_restarts(app.events)
     if app.restarts is not None:
         return app.restarts + ranks
     alone, together = 0, 0

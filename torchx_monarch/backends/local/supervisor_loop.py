@@ -446,6 +446,8 @@ class SupervisorLoop:
             return None
         # Without one supervisor for all replicas, those that are left of a failed job are stopped on request.
         asked = self._paths.load_ending() if record.state is State.CANCELLED else None
+        from torchx_monarch.insight import timeline  # here: its imports take a while
+
         happened = events.read(self._paths.events, below=self._paths.trusted)[0]
         return JobEnd(
             id=self._request.job_id or record.app_id,
@@ -455,6 +457,6 @@ class SupervisorLoop:
             exit_code=exit_code,
             started=record.started,
             ended=record.ended or 0.0,
-            restarts=record.restarts + events.count_rank_restarts(happened),
-            slow=events.last_slow(happened),
+            restarts=record.restarts + timeline.count_rank_restarts(happened),
+            slow=timeline.last_slow(happened),
         )

@@ -295,6 +295,7 @@ class BatchStep:
         self._write(is_last=True)
         if self._request.on_end and not is_outside:
             from torchx_monarch.insight.job_end import JobEnd  # imported late: its imports would delay the steps
+            from torchx_monarch.insight.timeline import last_slow
 
             happened = events.read(self._folder.events, below=self._folder.trusted)[0]
             end = JobEnd(
@@ -306,7 +307,7 @@ class BatchStep:
                 started=self._record.started,
                 ended=self._record.ended,
                 restarts=count_restarts(self._snapshot(happened)),
-                slow=events.last_slow(happened),
+                slow=last_slow(happened),
             )
             if failure := end.run(self._request.on_end, os.environ):
                 self._event("on_end", failure)
