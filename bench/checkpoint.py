@@ -3,7 +3,9 @@
 
 ``python bench/checkpoint.py [--rounds N] [--mb MB]``. Each of two ranks has MB megabytes of state. A rank kills itself
 in step 25 of 40, with a checkpoint every 10 steps of 0.2 s. ``ours`` is ``torchx_monarch.checkpoint`` on one host,
-``two hosts`` the same on two, and ``torchrun`` saves with torch.save, renames, and deletes the one before last.
+``two hosts`` the same on two, and ``torchrun`` saves with torch.save, renames, and deletes the one before last. Where
+``dlrover[torch]``, grpcio and protobuf are installed, ``dlrover`` has its Flash Checkpoint, in which rank 0 saves.
+NVRx's local checkpoints cannot take part: its ``BasicTensorAwareStateDict`` refuses tensors that are not CUDA's.
 
 Printed are the medians of: the seconds from the kill to the first new step that has been done, those of loading alone,
 and the part of undisturbed training by which saving makes it longer.
@@ -12,6 +14,7 @@ and the part of undisturbed training by which saving makes it longer.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -34,10 +37,14 @@ state, first, began = torch.zeros(mb << 18), 0, time.time()
 disk = out / "disk"
 if kind == "ours":
     last = tm.last_checkpoint()
+elif kind == "dlrover":
+    from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
+    flash = DdpCheckpointer(str(disk))
+    last = flash.load_checkpoint() or None
 else:
     last = max(disk.glob("step_*"), key=lambda path: int(path.name[5:]), default=None)
 if last is not None:
-    saved = torch.load(last / f"rank_{rank}.pt", mmap=True)
+    saved = last if kind == "dlrover" else torch.load(last / f"rank_{rank}.pt", mmap=True)
     first = saved["step"] + 1
     state.copy_(saved["state"])
 loaded = time.time() - began
@@ -53,6 +60,8 @@ for step in range(first, 40):
     if step % 10 == 9 and kind == "ours":
         with tm.checkpoint(step, shared=False) as folder:
             torch.save({"step": step, "state": state}, folder / f"rank_{rank}.pt")
+    elif step % 10 == 9 and kind == "dlrover":
+        flash.save_checkpoint(step, {"step": step, "state": state}, str(disk / str(step)), StorageType.MEMORY)
     elif step % 10 == 9:
         (part := disk / ".part").mkdir(parents=True, exist_ok=True)
         torch.save({"step": step, "state": state}, part / f"rank_{rank}.pt")
@@ -73,6 +82,14 @@ dist.destroy_process_group()
 # Without it, one restart of torchrun in three fails.
 ENV = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
+# DLRover 0.6.1 starts its master with torch's SubprocessHandler, which has one argument more since torch 2.9.
+DLROVER_ON_NEW_TORCH = """
+import sys
+if any("dlrover" in word for word in sys.orig_argv):
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    subprocess_handler.SubprocessHandler.__init__.__defaults__ = (None,)
+"""
+
 HOST = [sys.executable, "-m", "torchx_monarch.host", "--app", "bench", "--role", "bench"]
 
 
@@ -82,14 +99,19 @@ def once(variant: str, mb: int) -> dict[str, float]:
         (program := Path(folder, "program.py")).write_text(PROGRAM)
         hosts = 2 if variant == "two hosts" else 1
         sizes = ["--nproc-per-node", str(2 // hosts), "--nnodes", str(hosts), "--max-restarts", "1"]
-        words = [*sizes, str(program), folder, str(mb), "disk" if variant == "torchrun" else "ours"]
+        words = [*sizes, str(program), folder, str(mb), "ours" if hosts == 2 else variant]
+        env = ENV
         if variant == "torchrun":
             commands = [[sys.executable, "-m", "torch.distributed.run", "--standalone", *words]]
+        elif variant == "dlrover":
+            Path(folder, "sitecustomize.py").write_text(DLROVER_ON_NEW_TORCH)
+            env = {**ENV, "PYTHONPATH": folder}
+            commands = [[sys.executable, "-m", "dlrover.trainer.torch.main", "--standalone", *words]]
         else:
             rendezvous = ["--replicas", str(hosts), "--rendezvous", f"unix:{folder}/r.sock", "--", "torchrun"]
             commands = [[*HOST, "--replica", str(replica), *rendezvous, *words] for replica in range(hosts)]
         with tempfile.TemporaryFile() as log:
-            running = [subprocess.Popen(command, stdout=log, stderr=log, env=ENV) for command in commands]
+            running = [subprocess.Popen(command, stdout=log, stderr=log, env=env) for command in commands]
             codes = [process.wait(300) for process in running]
             if any(codes) or not Path(folder, "again_0").exists():
                 log.seek(0)
@@ -110,6 +132,8 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=500)
     args = parser.parse_args()
     results: dict[str, list[dict[str, float]]] = {"ours": [], "two hosts": [], "torchrun": []}
+    if importlib.util.find_spec("dlrover"):
+        results["dlrover"] = []
     for _ in range(args.rounds):
         for variant, found in results.items():
             found.append(once(variant, args.mb))
