@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from torchx_monarch.controller.controller import Controller
-from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange
+from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_messages import (
     BeginRun,
@@ -196,8 +196,7 @@ async def _serve(pipe: Connection, address: Address, identity: Identity, replica
     sizes = NodeRange(2, replicas, TIMEOUT, last_call=TIMEOUT)
     reporter = Reporter(Console(os.open(os.devnull, os.O_WRONLY)), None, "bench")
     job_hosts = JobHosts(rendezvous, sizes, reporter, phases.handle)
-    gatherer = HostGatherer(sizes, rendezvous.members, reporter, HostFailures(3))
-    controller = Controller(job_hosts, gatherer, HangWatch(job_hosts, gatherer))
+    controller = Controller(job_hosts, HangWatch(job_hosts))
     await rendezvous.start()
     rendezvous.register(Registration(0, "bench", os.getpid()))
     pipe.send(None)

@@ -18,7 +18,7 @@ from tests.waits import WITHIN
 from torchx_monarch.controller import elastic
 from torchx_monarch.controller.attempts import RankRun
 from torchx_monarch.controller.controller import Controller
-from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange, listed
+from torchx_monarch.controller.elastic import NodeRange, listed
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import (
     HostEvent,
@@ -80,6 +80,7 @@ class Job(JobHosts):
             replicas=sizes.max_hosts + sizes.spares,
             spares=sizes.spares,
             replacements=replacements,
+            exclude_after=2,
             host_timeout=1.0,
             lease=0.05,
         )
@@ -87,8 +88,6 @@ class Job(JobHosts):
         reporter = Reporter(Console(2), None, "trainer")
         super().__init__(rendezvous, sizes, reporter, AsyncMock())
         self.report_timeout = 0.05
-        self.failures = HostFailures(2)
-        self.gatherer = HostGatherer(sizes, self.members, reporter, self.failures)
         self.report: HostEvent | None = None  # arrives after the exits
         self.log: list[object] = []
         self.while_stopping: Callable[[], None] = lambda: None
@@ -143,10 +142,10 @@ class Job(JobHosts):
             self.register(self.members.missing)  # replacements arrive
 
     def run(self) -> RankRun:
-        return RankRun(self, self.gatherer, HangWatch(self, self.gatherer))
+        return RankRun(self, HangWatch(self))
 
     def result(self) -> JobResult:
-        controller = Controller(self, self.gatherer, HangWatch(self, self.gatherer))
+        controller = Controller(self, HangWatch(self))
         return asyncio.run(asyncio.wait_for(controller.run(), WITHIN))
 
 
@@ -273,4 +272,4 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
 def test_a_failure_that_all_hosts_share_is_not_counted_for_a_machine(codes: tuple[int, ...], blamed: list[str]) -> None:
     job = Job(FIXED, 0, [(0, [exits(replica, code)[1][0] for replica, code in enumerate(codes)])], GOOD)
     assert job.result().code == 0
-    assert [name for name in ("node0", "node1") if name in job.failures._failures] == blamed
+    assert [name for name in ("node0", "node1") if name in job.gatherer._failures._failures] == blamed

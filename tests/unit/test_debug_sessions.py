@@ -21,6 +21,7 @@ from torchx_monarch.controller.host_network import Peer, RendezvousError, Stream
 from torchx_monarch.controller.rank_clients import DebugSessions
 from torchx_monarch.host.ranks import rank_debugger
 from torchx_monarch.host.worker_loops import RankRelay
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.transport import connections, messages
 
 GREETING = {"type": "breakpoint", "rank": 1, "pid": 7, "file": "/x/train.py", "line": 3, "function": "f", "wait": 9.0}
@@ -42,7 +43,9 @@ def test_messages_are_passed_on_between_a_host_and_one_client() -> None:
     said: list[str] = []
 
     async def run() -> None:
-        sessions = DebugSessions("debug app", lambda _, text, **__: said.append(text), contextlib.nullcontext)
+        hosts = mock.Mock(**{"reporter.report": lambda _, text, **__: said.append(text)})
+        hosts.spec = HostSpec("app", "trainer")
+        sessions = DebugSessions(hosts, contextlib.nullcontext)
         host, own = await pair()
         serving = asyncio.ensure_future(sessions.handlers["breakpoint"](Peer(GREETING, *own)))
         (reader, writer), far = await pair()
@@ -70,7 +73,9 @@ def test_messages_are_passed_on_between_a_host_and_one_client() -> None:
         await close(writer, far[1], host[1], own[1])
 
     asyncio.run(run())
-    assert said[0] == "rank 1 waits at train.py:3 in f for 9 s. Debug it: debug app --rank 1"
+    assert (
+        said[0] == "rank 1 waits at train.py:3 in f for 9 s. Debug it: torchx monarch debug app --role trainer --rank 1"
+    )
     assert said[1:] == ["a debugger is attached to rank 1", "rank 1 goes on: the connection of its debugger broke"]
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from tests.waits import WITHIN, until_async
 from torchx_monarch.controller import hang_watch
-from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_messages import ReadCollectives, Request
 from torchx_monarch.controller.hosts import Answers, JobHosts
@@ -74,7 +73,7 @@ def watched(
     async def main() -> tuple[Hang | None, Notes, Ranks]:
         notes = Notes()
         ranks = Ranks(notes, HostSpec(hang_after=hang_after, on_hang=on_hang))
-        watch = HangWatch(cast(JobHosts, ranks), cast(HostGatherer, None))
+        watch = HangWatch(cast(JobHosts, ranks))
         running = asyncio.ensure_future(watch.run())
         await steps(ranks, watch)
         if not running.done():

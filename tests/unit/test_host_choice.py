@@ -100,7 +100,7 @@ def _calls_of_an_attempt(hosts: int) -> int:
     """The calls of Python functions in which hosts register, an elastic attempt is formed, and one is lost."""
     table = Members(hosts)
     reporter = Reporter(Console(os.open(os.devnull, os.O_WRONLY)), None, "trainer")
-    gatherer = HostGatherer(NodeRange(1, hosts, 60.0), table, reporter, HostFailures(3))
+    gatherer = HostGatherer(NodeRange(1, hosts, 60.0), table, reporter, 3)
     count = 0
 
     def profile(frame: FrameType, event: str, argument: object) -> None:

@@ -16,7 +16,7 @@ import pytest
 from tests.unit.test_host_choice import host, members
 from tests.waits import WITHIN, until_async
 from torchx_monarch.controller import hang_watch, slow_watch
-from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange
+from torchx_monarch.controller.elastic import HostGatherer, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import HostEvents, HostExcluded
 from torchx_monarch.controller.host_messages import ReadCollectives, Request, TakeStacks
@@ -58,6 +58,7 @@ class Hosts:
     def __init__(self, spec: HostSpec) -> None:
         self.spec, self.reporter, self.events = spec, Notes(), HostEvents()
         self.members = members(3, host(0), host(1), host(2))
+        self.gatherer = HostGatherer(NodeRange(2, 2, 1.0, spares=1), self.members, self.reporter, 3)
         self.members.form([host_ for host_ in self.members.able if host_.replica < 2])
         self.slows = False
         self.missing: dict[int, str] = {}
@@ -97,9 +98,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def watched(spec: HostSpec, steps: Callable[[Hosts, HangWatch], Any]) -> Hosts:
     async def main() -> Hosts:
         hosts = Hosts(spec)
-        sizes = NodeRange(2, 2, 1.0, spares=1)
-        gatherer = HostGatherer(sizes, hosts.members, hosts.reporter, HostFailures(3))
-        watch = HangWatch(cast(JobHosts, hosts), gatherer)
+        watch = HangWatch(cast(JobHosts, hosts))
         running = asyncio.ensure_future(watch.run())
         await steps(hosts, watch)
         running.cancel()

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torchx_monarch.controller.agreed_stop import AgreedStop, seconds_to_stop
 from torchx_monarch.controller.checkpoints import Checkpoints
-from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import (
     HostEvent,
@@ -62,13 +61,13 @@ class RankRun:
     ``checkpoints`` are those of the run. Only the hosts know its options, which they return at its begin.
     """
 
-    def __init__(self, hosts: JobHosts, gatherer: HostGatherer, hang_watch: HangWatch) -> None:
+    def __init__(self, hosts: JobHosts, hang_watch: HangWatch) -> None:
         self._spec, self._sizes = hosts.spec, hosts.sizes
         self._begun = RunBegun(nproc=0, run_id="", max_restarts=0, grace=hosts.spec.grace)
         self._hosts = hosts
         self._members = hosts.members
         self._members.attempt = Attempt(hosts.members.attempt.hosts)
-        self._gatherer = gatherer
+        self._gatherer = hosts.gatherer
         self._events = hosts.events
         self._reporter = hosts.reporter
         self._hang_watch = hang_watch

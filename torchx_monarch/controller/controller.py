@@ -7,7 +7,6 @@ import signal
 from typing import TYPE_CHECKING
 
 from torchx_monarch.controller.attempts import RankRun
-from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import (
     HostEvent,
@@ -36,23 +35,17 @@ class Controller:
 
     ends_role = True
 
-    def __init__(
-        self,
-        hosts: JobHosts,
-        gatherer: HostGatherer,
-        hang_watch: HangWatch,
-        queue: RunQueue | None = None,
-    ) -> None:
+    def __init__(self, hosts: JobHosts, hang_watch: HangWatch, queue: RunQueue | None = None) -> None:
         self._sizes = hosts.sizes
         self._replacements_left = hosts.spec.replacements
         self._rendezvous = hosts.rendezvous
         self._events = hosts.events
         self._reporter = hosts.reporter
-        self._gatherer = gatherer
+        self._gatherer = hosts.gatherer
         self._hosts = hosts
         self._members = hosts.members
         self._hang_watch = hang_watch
-        self._run = RankRun(hosts, gatherer, hang_watch)
+        self._run = RankRun(hosts, hang_watch)
         self._queue = queue
 
     async def run(self) -> JobResult:
@@ -80,7 +73,7 @@ class Controller:
         while True:
             run: Run | JobResult | HostEvent | None = self._queue.current
             if run is None:
-                self._run = RankRun(self._hosts, self._gatherer, self._hang_watch)
+                self._run = RankRun(self._hosts, self._hang_watch)
                 run = await self._events.until_event(self._queue.next_run(), concerns_hosts)
             if isinstance(run, (JobResult, HostEvent)):
                 return run

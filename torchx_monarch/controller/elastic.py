@@ -74,11 +74,11 @@ class NodeRange:
 class HostGatherer:
     """Gather the hosts of each attempt."""
 
-    def __init__(self, sizes: NodeRange, members: Members, reporter: Reporter, failures: HostFailures) -> None:
+    def __init__(self, sizes: NodeRange, members: Members, reporter: Reporter, exclude_after: int) -> None:
         self._sizes = sizes
         self._members = members
         self._reporter = reporter
-        self._failures = failures
+        self._failures = HostFailures(exclude_after)
         self._spares_text = ""
         members.on_idle_change = self._report_spares
 

@@ -14,7 +14,6 @@ import math
 import traceback
 from collections.abc import Iterator, Mapping
 
-from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.host_messages import ReadCollectives, TakeStacks
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.slow_watch import FIRST_PACE, SlowWatch
@@ -34,10 +33,10 @@ _TIMEOUT = 10.0
 class HangWatch:
     """Find ranks that hang, report them, and say whether they are to be stopped."""
 
-    def __init__(self, hosts: JobHosts, gatherer: HostGatherer) -> None:
+    def __init__(self, hosts: JobHosts) -> None:
         self._hosts = hosts
         self._members = hosts.members
-        self._slow_watch = SlowWatch(hosts, gatherer)
+        self._slow_watch = SlowWatch(hosts)
         self._reporter = hosts.reporter
         self._hang_after = hosts.spec.hang_after
         self._on_hang = hosts.spec.on_hang

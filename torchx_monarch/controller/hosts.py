@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Awaitable, Collection, Iterator, Sequence
 from typing import Any, Generic
 
-from torchx_monarch.controller.elastic import NodeRange, listed
+from torchx_monarch.controller.elastic import HostGatherer, NodeRange, listed
 from torchx_monarch.controller.host_events import HostEvent, HostLost, StopRequested, T
 from torchx_monarch.controller.host_messages import (
     AnswerT,
@@ -51,7 +51,7 @@ class JobHosts:
     """Ask the hosts of the present attempt, which ``members`` knows; replica 0's own through ``own_host``.
 
     Attributes:
-        sizes: the number of hosts on which the job runs.
+        sizes: the number of hosts on which the job runs; ``gatherer`` gathers those of each attempt.
         report_timeout: seconds to wait for a host's own report after it has refused a request. Over a network, the loss
             of a machine is noticed only after ``peer_timeout`` seconds of silence.
     """
@@ -63,6 +63,7 @@ class JobHosts:
         self.members = rendezvous.members
         self.events = rendezvous.events
         self.reporter = reporter
+        self.gatherer = HostGatherer(sizes, self.members, reporter, self.spec.exclude_after)
         self.report_timeout = self.spec.peer_timeout + 3.0 if rendezvous.network.rendezvous.networked else 1.0
         self._own_host = own_host
         self._numbers = itertools.count()

@@ -123,20 +123,17 @@ class DebugSessions:
     """Serve the greetings of ranks and clients (see ``HostNetwork.handlers``).
 
     Args:
-        report: reports an event with its rank (``Reporter.report``).
         rest: returns a context within which ranks that wait for others are no hang.
     """
 
-    def __init__(
-        self, command: str, report: Callable[..., None], rest: Callable[[], AbstractContextManager[None]]
-    ) -> None:
+    def __init__(self, hosts: JobHosts, rest: Callable[[], AbstractContextManager[None]]) -> None:
         self.handlers: dict[str, Serve] = {
             "breakpoint": self._serve_rank,
             "breakpoints": self._list,
             "debug": self._serve_client,
         }
-        self._command = command
-        self._report = report
+        self._command = f"torchx monarch debug {hosts.spec.app} --role {hosts.spec.role}"
+        self._report = hosts.reporter.report
         self._rest = rest
         self._ranks: dict[int, _Waiting] = {}
 

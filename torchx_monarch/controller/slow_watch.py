@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Mapping
 
-from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.host_messages import ReadCollectives, TakeStacks
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.insight.hangs import HostCollectives
@@ -66,10 +65,9 @@ _MAX_STACKS = 2
 class SlowWatch:
     """Find what slows the ranks of an attempt."""
 
-    def __init__(self, hosts: JobHosts, gatherer: HostGatherer) -> None:
+    def __init__(self, hosts: JobHosts) -> None:
         self._hosts = hosts
         self._members = hosts.members
-        self._gatherer = gatherer
         self._reporter = hosts.reporter
         self._hook: asyncio.Task[None] | None = None
         self.begin()
@@ -165,7 +163,8 @@ class SlowWatch:
             data = {"id": spec.app, **dataclasses.asdict(found)}
             self._hook = asyncio.ensure_future(self._run_hook(spec.on_slow, data))
         replaces = spec.slow_hosts == "replace" and found.kind in MACHINE_KINDS
-        if replaces and found.replica is not None and (event := self._gatherer.exclude(found.replica, found.message)):
+        exclude = self._hosts.gatherer.exclude
+        if replaces and found.replica is not None and (event := exclude(found.replica, found.message)):
             self._hosts.events.post(dataclasses.replace(event, saves=True))
 
     async def _run_hook(self, command: str, data: Mapping[str, object]) -> None:

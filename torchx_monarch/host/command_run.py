@@ -15,7 +15,6 @@ from torchx_monarch.controller.host_network import HostNetwork, RendezvousError
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.host.command_process import StartedCommand, command_environ, start_command
-from torchx_monarch.host.follower import Follower
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.process_pool import ProcessPool
 from torchx_monarch.host.ranks.rank_process import Rank
@@ -103,32 +102,24 @@ class CommandRun(Workload):
         self._serve_clients(hosts)
         return CommandController(hosts)
 
-    def follower(self, network: HostNetwork) -> Follower:
-        kind = Follower if self._host.options.starts == "together" else CommandFollower
-        return kind(self._host, self, network)
-
     async def _execute(self, request: host_messages.Request[Any]) -> Any:
         if isinstance(request, host_messages.LaunchRanks):
             return host_messages.Launched(self.pool.launch())
         return await super()._execute(request)
 
+    async def _join(
+        self, network: HostNetwork, registration: Registration, lost: JobResult | None
+    ) -> RendezvousClient | JobResult:
+        """Register with replica 0, whether or not it is there before the command has ended.
 
-class CommandFollower(Follower):
-    """Take part with a command that runs already, whether or not replica 0 is there.
-
-    Where all end together, the loss of replica 0 ends it; else the host registers with another replica 0. A host that
-    meets no replica 0 within ``host_timeout`` seconds of the end of its command has the result of that command.
-    """
-
-    def __init__(self, host: Host, run: CommandRun, network: HostNetwork) -> None:
-        super().__init__(host, run, network)
-        self._pool = run.pool
-
-    async def _meet(self, registration: Registration, lost: JobResult | None) -> RendezvousClient | JobResult:
-        """Register with replica 0; return the command's result if it is not met until long enough after its end."""
+        A host that meets no replica 0 within ``host_timeout`` seconds of the end of its command has the result of that
+        command.
+        """
+        if not self.has_begun:
+            return await super()._join(network, registration, lost)
         ends_alone = self._host.options.replacements > registration.restarts
         # A command that runs does not say that it waits.
-        joining = asyncio.ensure_future(RendezvousClient.join(self._network, registration, math.inf))
+        joining = asyncio.ensure_future(RendezvousClient.join(network, registration, math.inf))
         ending = asyncio.ensure_future(self._patience(ends_alone))
         try:
             await asyncio.wait([joining, ending], return_when=asyncio.FIRST_COMPLETED)
@@ -136,22 +127,22 @@ class CommandFollower(Follower):
                 return joining.result()
         except RendezvousError as error:
             self._host.reporter.line(f"host {registration.replica}: {error}; its command goes on")
-            await self._pool.watch()
+            await self.pool.watch()
         finally:
             joining.cancel()
             ending.cancel()
         return await self._own_result()
 
     async def _after_loss(self, registration: Registration) -> Registration:
-        return registration  # the command goes on
+        return registration if self.has_begun else await super()._after_loss(registration)  # the command goes on
 
     async def _patience(self, ends_alone: bool) -> None:
-        await self._pool.watch()
+        await self.pool.watch()
         if not (ends_alone and (await self._own_result()).code):
             await asyncio.sleep(self._host.options.host_timeout)
 
     async def _own_result(self) -> JobResult:
-        (ended,) = await self._pool.exits()
+        (ended,) = await self.pool.exits()
         if not ended.code:
             return JobResult(0, "the command ended with code 0")
         return JobResult(shell_code(ended.code), ended.describe(), ended)

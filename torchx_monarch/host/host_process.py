@@ -182,7 +182,7 @@ class HostProcess:
         self._registration = registration
         if options.replica == 0:
             return await self._control(registration, network)
-        return await workload.follower(network).run(registration)
+        return await workload.follow(registration, network)
 
     # -- start ---------------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from torchx_monarch.command.torchrun_options import DEFAULTS, unused_options
 from torchx_monarch.controller import host_messages
 from torchx_monarch.controller.activity_record import ActivityRecord
 from torchx_monarch.controller.controller import Controller
-from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange
+from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobHosts
@@ -143,17 +143,13 @@ class RankRuns(Workload):
         await RankRelay(self._host, network).start()
 
     def controller(self, rendezvous: Rendezvous) -> Controller:
-        options, reporter = self._host.options, self._host.reporter
         self._hosts = hosts = self._job_hosts(rendezvous)
-        gatherer = HostGatherer(self.sizes, rendezvous.members, reporter, HostFailures(options.exclude_after))
         self._activity = asyncio.ensure_future(ActivityRecord(hosts, self._attempt_folder).run())
-        hang_watch = HangWatch(hosts, gatherer)
-        debug_command = f"torchx monarch debug {options.app} --role {options.role}"
-        debug_sessions = DebugSessions(debug_command, reporter.report, hang_watch.rest)
-        rendezvous.network.handlers.update(debug_sessions.handlers)
+        hang_watch = HangWatch(hosts)
+        rendezvous.network.handlers.update(DebugSessions(hosts, hang_watch.rest).handlers)
         queue = self._new_queue(hosts)
         self._serve_clients(hosts, queue)
-        return Controller(hosts, gatherer, hang_watch, queue)
+        return Controller(hosts, hang_watch, queue)
 
     def _attempt_folder(self) -> str | None:
         """Return where this host has the files of the attempt that runs; None without one, or without files."""

@@ -1,29 +1,34 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What a host executes for its role: the requests of the controller, which replica 0 makes from its own workload.
 
-It is the ranks of a batch job or the runs of a live allocation (``rank_runs.RankRuns``), or one process, that of a
-command (``command_run.CommandRun``).
+The other hosts register with replica 0. A host executes the ranks of a batch job or the runs of a live allocation
+(``rank_runs.RankRuns``), or one process, that of a command (``command_run.CommandRun``).
 """
 
 from __future__ import annotations
 
 import abc
 import asyncio
+import dataclasses
+import signal
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.controller import host_messages
 from torchx_monarch.controller.agreed_stop import seconds_to_stop
 from torchx_monarch.controller.elastic import NodeRange
-from torchx_monarch.controller.host_network import HostNetwork, Peer
+from torchx_monarch.controller.host_network import HostNetwork, Peer, RendezvousError
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Rendezvous
-from torchx_monarch.host.follower import Follower
+from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.process_pool import ProcessPool
 from torchx_monarch.insight.stacks import shared_stacks
 from torchx_monarch.model.env_names import CREDENTIALS
+from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.world import CommandError, LaunchError
 from torchx_monarch.system import processes
+from torchx_monarch.transport.connections import ConnectError
 
 if TYPE_CHECKING:
     from torchx_monarch.command.command import Command
@@ -31,6 +36,9 @@ if TYPE_CHECKING:
     from torchx_monarch.controller.controller import Controller
     from torchx_monarch.controller.run_queue import RunQueue
     from torchx_monarch.host.worker_loops import WorkerLoops
+
+_ERROR_REPORT_TIMEOUT = 10.0
+"""Seconds for which a host that cannot take part tries to report its error to replica 0."""
 
 
 class Workload(abc.ABC):
@@ -100,10 +108,6 @@ class Workload(abc.ABC):
             stacks=answer, profile=answer, samples=answer, events=answer, attach=attach
         )
 
-    def follower(self, network: HostNetwork) -> Follower:
-        """Return what takes part in the job on a host other than replica 0."""
-        return Follower(self._host, self, network)
-
     def close(self) -> None:
         """End the runs at the end of the host process, after the ranks."""
         if self.pool is not None:
@@ -127,6 +131,59 @@ class Workload(abc.ABC):
         if self._host.options.replica == 0 and not (self.listens or self._has_printed):  # not that of a run
             self._has_printed = True
             self._host.reporter.phase("output", "first output")
+
+    # -- a host other than replica 0 -----------------------------------------------------------------------------------
+
+    async def follow(self, registration: Registration, network: HostNetwork) -> JobResult:
+        """Take part in the job of replica 0's controller; return its result, or the reason for not knowing it.
+
+        If replica 0 is lost and the backend replaces it, the host stops its processes and registers with the new one.
+        """
+        host, lost = self._host, None
+        while True:
+            client = await self._join(network, registration, lost)
+            if isinstance(client, JobResult):
+                return client
+            host.report = client.report
+            result = await client.result(self.handle)
+            if result is not None:
+                if client.dismissed and not result.stopped:
+                    host.reporter.line(f"host {registration.replica} was refused: {result.reason}")
+                return result
+            host.report = None
+            lost = JobResult(1, client.lost, consequence=True, replica=0)
+            host.reporter.line(lost.reason)
+            if host.options.replacements == 0 or registration.error:
+                return lost
+            registration = await self._after_loss(registration)
+
+    async def _join(
+        self, network: HostNetwork, registration: Registration, lost: JobResult | None
+    ) -> RendezvousClient | JobResult:
+        """Register with replica 0, or with another one after a loss; return the result if there is none."""
+        # A host with an error only reports it. If replica 0 has the same error, it has already exited.
+        timeout, failure = self._host.options.rejoin_timeout if lost else self.sizes.join_timeout, ""
+        timeout = min(timeout, _ERROR_REPORT_TIMEOUT) if registration.error else timeout
+        whom = "another replica 0" if lost else "replica 0"
+
+        def failed(error: ConnectError) -> None:
+            nonlocal failure
+            failure = f" ({error})"
+
+        joining = RendezvousClient.join(network, registration, timeout, failed)
+        try:
+            return await self._host.reporter.while_waiting(joining, lambda: whom + failure)
+        except RendezvousError as error:
+            reason = registration.error or str(error)
+            self._host.reporter.line(f"host {registration.replica}: {reason}")
+            return lost or JobResult(registration.code if registration.error else 1, reason)
+
+    async def _after_loss(self, registration: Registration) -> Registration:
+        """Stop what runs; return the registration with another replica 0."""
+        await self.stop(signal.SIGTERM)
+        if self.pool is None:
+            return registration
+        return dataclasses.replace(registration, error=self.pool.remains, world=self.pool.world or registration.world)
 
     # -- requests of the controller ------------------------------------------------------------------------------------
 
