@@ -23,7 +23,6 @@ import dataclasses
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -164,7 +163,7 @@ class Run:
 
 
 class RunQueue:
-    """The runs of an allocation, on replica 0; ``current`` is the one that its hosts execute."""
+    """The runs of an allocation, on replica 0."""
 
     def __init__(
         self,
@@ -176,7 +175,6 @@ class RunQueue:
     ) -> None:
         self.hosts = hosts
         self._events = hosts.events
-        self.current: Run | None = None
         self.idle_timeout = allocation.idle_timeout
         self.ends_with_mesh = allocation.ends_with_mesh
         self._rendezvous = hosts.rendezvous
@@ -185,8 +183,7 @@ class RunQueue:
         self._log_dir = log_dir
         self._disk = disk
         self._is_warm = is_warm
-        self._queue: deque[Run] = deque()
-        self._ended: deque[Run] = deque(maxlen=_MAX_RUNS)
+        self._known: list[Run] = []  # by their numbers
         # An earlier start of this host may have left runs.
         self._number = max(safe_files.numbered(log_dir, "run_"), default=0)
         self._count = 0
@@ -195,7 +192,6 @@ class RunQueue:
         self._wake = asyncio.Event()
         self._result: JobResult | None = None
         self._feeding = set[asyncio.Task[Any]]()
-        self._timer: asyncio.TimerHandle | None = None
         hosts.rendezvous.network.handlers.update(
             {
                 "state": self._send_state,
@@ -207,10 +203,19 @@ class RunQueue:
             }
         )
 
+    @property
+    def current(self) -> Run | None:
+        """The run that the hosts execute."""
+        return next((run for run in self._known if run.state == "running"), None)
+
+    @property
+    def _queue(self) -> list[Run]:
+        return [run for run in self._known if run.state == "queued"]
+
     # -- for the controller --------------------------------------------------------------------------------------------
 
     async def next_run(self) -> Run | JobResult:
-        """Wait for a run, make it the current one and return it; a result if the allocation ends for lack of runs."""
+        """Wait for a run, start it and return it; a result if the allocation ends for lack of runs."""
         while not (run := await self._open_next()):
             counts = self.idle_timeout and not self._users
             left = self._busy_at + self.idle_timeout - time.monotonic() if counts else None
@@ -220,23 +225,23 @@ class RunQueue:
             self._wake.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), left)
-        self.current, run.started = run, time.time()
+        run.started = time.time()
         if run.request.timeout is not None:
             reason = f"run {run.number} was ended by its timeout of {run.request.timeout:g} s"
             result = JobResult(TIMED_OUT, reason, stopped=True)
-            self._timer = asyncio.get_running_loop().call_later(run.request.timeout, self.end_run, run, result)
+            asyncio.get_running_loop().call_later(run.request.timeout, self.end_run, run, result)
         self._reporter.echo = lambda text: run.append({"type": "phase", "text": text})
         self._reporter.report("run", f"run {run.number}: {run.request.shown}", run=run.number)
         return run
 
     async def _open_next(self) -> Run | None:
-        """Take the oldest run of the queue whose log can be opened, and open it; None if there is none.
+        """Return the oldest run of the queue whose log can be opened, and open it; None if there is none.
 
-        It stays in the queue until then: meanwhile it may be ended, or this be cancelled.
+        Meanwhile it may be ended, or this be cancelled.
         """
         loop = asyncio.get_running_loop()
-        while self._queue:
-            run, failure = self._queue[0], ""
+        while queue := self._queue:
+            run, failure = queue[0], ""
             try:
                 await self._disk.run(run.open_log, loop)
             except OSError as error:
@@ -244,7 +249,6 @@ class RunQueue:
             if run.result is not None:
                 run.close_log()
                 continue
-            self._queue.popleft()
             if failure:
                 self._end(run, JobResult(1, failure))
                 continue
@@ -298,9 +302,8 @@ class RunQueue:
         self._reporter.echo = None
         self._result = result
         reason = f"the hosts have ended: {result.reason}"
-        for run in self._unended():
+        for run in [run for run in self._known if run.result is None]:
             self._end(run, JobResult(result.code or 1, reason, stopped=result.stopped))
-        self._queue.clear()
         if self._feeding:
             await asyncio.wait(self._feeding, timeout=_CLOSE_TIMEOUT)
 
@@ -316,38 +319,34 @@ class RunQueue:
             self._wake.set()
 
     def _end(self, run: Run, result: JobResult, records: Sequence[dict[str, Any]] = ()) -> None:
+        self._count += run.state == "running"
         run.result, run.ended = result, time.time()
         run.request = dataclasses.replace(run.request, function="")  # megabytes, for each run that is remembered
         for record in (*records, run.last_record or {}):
             run.append(record)
         run.close_log()
         run.opened.set()
-        self._ended.append(run)
-        if run is self.current:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-            self.current = None
-            self._count += 1
+        for forgotten in [run for run in self._known if run.result is not None][:-_MAX_RUNS]:
+            self._known.remove(forgotten)
         self._busy_at = time.monotonic()
 
     # -- for clients ---------------------------------------------------------------------------------------------------
 
     def end_run(self, run: Run, result: JobResult, number: int = signal.SIGTERM) -> None:
-        """End a run, unless it has ended: remove it from the queue, or have the controller stop its ranks."""
-        if run in self._queue:
-            self._queue.remove(run)
+        """End a run, unless it has ended: at once, or have the controller stop its ranks."""
+        if run.state == "queued":
             self._end(run, result)
-        elif run is self.current:
+        elif run.result is None:
             run.ending = run.ending or result
             self._events.post(RunEndRequested(0, run.ending, number))
 
     def state(self) -> messages.Message:
-        idle = 0.0 if self.current or self._queue or self._users else time.monotonic() - self._busy_at
+        current, queue = self.current, self._queue
+        idle = 0.0 if current or queue or self._users else time.monotonic() - self._busy_at
         live = {
             "ready": self.hosts.members.are_together,
-            "run": self.current.number if self.current else None,
-            "queued": len(self._queue),
+            "run": current.number if current else None,
+            "queued": len(queue),
             "runs": self._count,
             "idle": idle,
             "idle_timeout": self.idle_timeout,
@@ -363,14 +362,15 @@ class RunQueue:
             raise RendezvousError(
                 "nothing to run: this allocation has no command of its own; give one, such as torchrun train.py"
             )
-        before = self._queue[-1] if self._queue else self.current
+        queue = self._queue
+        before = queue[-1] if queue else self.current
         if before is not None and not request.queue:
             spec = self.hosts.spec
             end = f"torchx monarch stop {spec.app} --role {spec.role} --run {before.number}"
             raise RendezvousError(
                 f"{before.describe()} has these hosts; queue this one (--queue, queue=True), or end that: {end}"
             )
-        if len(self._queue) >= _MAX_QUEUED:
+        if len(queue) >= _MAX_QUEUED:
             raise RendezvousError(f"{_MAX_QUEUED} runs wait for these hosts already, and no more may")
         number = self._number + 1
         folder = os.path.join(self._log_dir, f"run_{number}")
@@ -380,23 +380,19 @@ class RunQueue:
         except messages.ProtocolError as error:
             raise RendezvousError(f"the command, environment and function of the run are too large: {error}") from None
         self._number = number
-        self._queue.append(run)
+        self._known.append(run)
         self._wake.set()
         return run
 
     def find(self, number: object) -> Run:
         """Return the run with a number; for None the current run, or the last one. ``RendezvousError`` if unknown."""
-        runs = [*self._ended, *self._unended()]
-        if number is None and runs:
-            return self.current or runs[-1]
-        for run in runs:
+        if number is None and self._known:
+            return self.current or self._known[-1]
+        for run in self._known:
             if run.number == number:
                 return run
         which = f"run {number!r:.20}" if number is not None else "a run"
         raise RendezvousError(f"{which} is not known here; the last was {self._number or 'none'}")
-
-    def _unended(self) -> list[Run]:
-        return [self.current, *self._queue] if self.current else list(self._queue)
 
     async def _serve_records(self, run: Run, peer: Peer, wait: bool = True) -> None:
         if await peer.send({"type": "accepted", "run": run.number}):
@@ -440,7 +436,8 @@ class RunQueue:
         await self._serve_records(run, peer, wait)
 
     async def _runs(self, peer: Peer) -> None:
-        await peer.send({"type": "runs", "runs": [run.to_json() for run in (*self._ended, *self._unended())]})
+        known = sorted(self._known, key=lambda run: run.result is None)  # those that have ended first
+        await peer.send({"type": "runs", "runs": [run.to_json() for run in known]})
 
     async def _end_run(self, peer: Peer) -> None:
         run = self.find(peer.greeting.get("run"))
@@ -448,7 +445,7 @@ class RunQueue:
         number = signal.SIGKILL if kill else signal.SIGTERM
         reason = f"run {run.number} was {'killed' if kill else 'stopped'} by its client"
         self.end_run(run, JobResult(128 + number, reason, stopped=True), number)
-        if kill and run is self.current:
+        if kill and run.state == "running":
             # Directly: the controller may be waiting out the grace period of an earlier stop request.
             with contextlib.suppress(Exception):
                 await self.hosts.broadcast(StopRanks(signal.SIGKILL, 0.0))
