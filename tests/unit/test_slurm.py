@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torchx.runner import Runner
@@ -424,6 +425,19 @@ def test_steps_that_end_as_slurm_queues_the_job_again_do_not_end_the_job(
     assert record is not None and (record.state, record.outside) == (State.FAILED, True)
     (event,) = map(json.loads, Path(job.events).read_text().splitlines())
     assert event["kind"] == "stop"
+
+
+def test_a_job_whose_tasks_alone_got_sigterm_goes_back_into_the_queue(
+    batch_step: BatchStep, job: JobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do in the GraceTime of a preemption."""
+    run = Mock(return_value="RUNNING")
+    monkeypatch.setattr("torchx_monarch.backends.slurm.batch_step._run", run)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    write(job, State.CANCELLED, 143, "the supervisor received SIGTERM, as when a machine shuts down")
+    batch_step._end_rest()
+    batch_step._conclude()
+    run.assert_called_with("scontrol", "requeue", "7")
 
 
 def test_a_job_that_is_queued_again_after_a_failure_runs(

@@ -130,3 +130,16 @@ def test_a_host_has_some_time_more_than_a_program_to_end(monkeypatch: pytest.Mon
     assert killed == [(130.0, program.kill), (130.0 + HOST_EXTRA, host.kill)]
     program.terminate.assert_called_once_with([], False)
     host.terminate.assert_called_once_with([7], False)
+
+
+def test_a_host_reads_no_half_of_a_request_to_stop(
+    make: Callable[..., Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm may have signalled it before: it would not save, as if somebody had cancelled the job."""
+    monkeypatch.setattr(processes, "kill", Mock())
+    (replica,) = make(RoleSpec("r"))._replicas
+    replica.record.pid, replica.env["MONARCH_RUN_DIR"] = 1, str(tmp_path)
+    (read := tmp_path / "stop.0.0.0").touch()
+    (begun := tmp_path / "begun").hardlink_to(read)
+    replica.terminate([], saves=True)
+    assert (begun.read_text(), read.read_text()) == ("", "save")

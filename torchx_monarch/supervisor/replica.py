@@ -245,9 +245,8 @@ class Replica:
             return
         self.stopping = True
         with contextlib.suppress(OSError):  # on a full disk, the host reports a preemption in its log instead
-            file = safe_files.open_file(self._stop_file, os.O_WRONLY | os.O_CREAT)
-            os.write(file, SAVE.encode() if saves else b"")
-            os.close(file)
+            # Slurm may have signalled the host already, which would take an empty file for a cancellation.
+            safe_files.replace_file(self._stop_file, SAVE.encode() if saves else b"")
         # A stopped process handles SIGTERM only after SIGCONT: systemd and Slurm send both as well.
         for number in (signal.SIGTERM, signal.SIGCONT):
             processes.kill(hosts or [-pid], number)

@@ -38,6 +38,9 @@ PROGRAMS = (
 )
 PACKAGES = ("slurm-wlm", "slurmdbd", "munge", "mariadb-server", "iproute2", "gcc", "libc6-dev")
 
+GRACE = 60
+"""Seconds that a preempted job has to end by itself."""
+
 _UP_WITHIN = 300.0
 _DOWN_WITHIN = 60.0
 
@@ -50,6 +53,8 @@ def missing() -> str:
 
 class SlurmCluster:
     """A partition ``main`` of nodes n1, n2, ...; ``up`` starts it.
+
+    Jobs of the partition ``urgent``, of the same nodes, preempt those of ``main``, which have ``GRACE`` seconds.
 
     Args:
         nodes: how many.
@@ -232,7 +237,10 @@ class SlurmCluster:
             "SlurmdParameters=config_overrides\nJobRequeue=1\nLaunchParameters=use_interactive_step\n"
             f"{storage}"
             f"NodeName=n[1-{len(self.nodes)}] NodeAddr={self._net}.[1-{len(self.nodes)}] CPUs=4 RealMemory=6000\n"
-            f"{away}PartitionName=main Nodes=n[1-{len(self.nodes)}] Default=YES State=UP OverSubscribe=NO\n"
+            f"{away}PartitionName=main Nodes=n[1-{len(self.nodes)}] Default=YES State=UP OverSubscribe=NO "
+            f"PriorityTier=1 GraceTime={GRACE}\n"
+            f"PartitionName=urgent Nodes=n[1-{len(self.nodes)}] PriorityTier=2 PreemptMode=OFF\n"
+            "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
         )
 
     def _daemon(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> None:

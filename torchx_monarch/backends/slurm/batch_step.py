@@ -49,6 +49,8 @@ _STOP_EXTRA = HOST_EXTRA + 10.0
 _REQUEUE_TIMEOUT = 120.0
 """Seconds in which Slurm ends this process after scancel or a requeue."""
 
+_TOLD_BY_SLURM = Outcome(State.PENDING, "told to stop by Slurm")
+
 _COMPONENTS_OWN = ("SLURM_CPUS_PER_TASK", "SLURM_GPUS", "SLURM_MEM_PER_", "SLURM_TRES_PER_TASK")
 """Beginnings of variables with the first component's resources, which srun would apply to steps of the others, too."""
 
@@ -154,8 +156,7 @@ class BatchStep:
             select.select([wake], [], [], 1.0)  # then it looks at the records of the tasks
             with contextlib.suppress(BlockingIOError):
                 if signal.SIGTERM in os.read(wake, 4096) and not self._is_stopping:
-                    self._is_stopping = True
-                    self._stop(Outcome(State.PENDING, "told to stop by Slurm"))
+                    self._stop(_TOLD_BY_SLURM)
             self._reap()
             self._end_rest()
             if time.monotonic() > self._kill_at:
@@ -236,7 +237,11 @@ class BatchStep:
             grace = self._request.grace if stop.grace is None else stop.grace
             self._kill_at = min(self._kill_at, time.monotonic() + grace + _STOP_EXTRA)
             return
-        outcome = pending_stop(self._snapshot())
+        snapshot = self._snapshot()
+        if (cause := reduce(snapshot).cause) and cause.was_stopped:
+            self._stop(_TOLD_BY_SLURM)  # in the GraceTime of a preemption, Slurm signals the tasks alone
+            return
+        outcome = pending_stop(snapshot)
         if outcome is None:
             self._decided = float("inf")
             return
@@ -245,6 +250,7 @@ class BatchStep:
             self._stop(outcome)
 
     def _stop(self, outcome: Outcome) -> None:
+        self._is_stopping = outcome is _TOLD_BY_SLURM
         message = outcome.message or str(outcome.state)
         self._event("stop", f"{message}; what still runs has {self._request.grace:g} s to end")
         with contextlib.suppress(OSError):

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Jobs that Slurm, or their user, stops again and again: all ranks end at one step and save, and none is done twice."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+from torchx.specs import AppState
+
+from tests.clusters.slurm.apps import Apps
+from tests.waits import WITHIN
+
+#: Ranks of unequal speed, which wait for each other at every EACH-th step. STUCK does not come to the one after 5 more.
+TRAIN = """
+    import os, sys, time, torchx_monarch as tm
+    folder, each, stuck = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    saved = f"{folder}/saved"
+    start = int(open(saved).read()) if os.path.exists(saved) else 0
+    done = open(f"{folder}/done_{rank}", "a", buffering=1)
+    for step in tm.steps(range(start, 1_000_000)):
+        if rank == stuck and step == start + 5:
+            time.sleep(1000)
+        time.sleep(0.02 * (1 + rank % 3))
+        if step % each == 0:
+            open(f"{folder}/{step}.{rank}", "w").close()
+            while not all(os.path.exists(f"{folder}/{step}.{other}") for other in range(world)):
+                time.sleep(0.005)
+        print(step, file=done)
+    if rank == 0:
+        with open(f"{saved}.new", "w") as file:
+            file.write(str(step + 1))
+        os.rename(f"{saved}.new", saved)
+    print("saved", rank, step + 1, flush=True)
+"""
+
+RANKS = range(4)
+
+
+class Job:
+    """A job that goes on after each stop, with a folder of its own.
+
+    Args:
+        stuck: the rank that does not come to a step; -1 for none.
+    """
+
+    def __init__(self, apps: Apps, folder: Path, each: int, stuck: int = -1) -> None:
+        folder.mkdir()
+        self.apps, self.folder, self.saved, self._stuck = apps, folder, 0, stuck
+        self._role = apps.torchrun(apps.program(TRAIN), str(folder), str(each), str(stuck))
+        self.submit()
+
+    def submit(self) -> None:
+        self.handle = self.apps.run(self._role, requeue=True, signal="B:TERM@100", grace=30 if self._stuck < 0 else 5)
+
+    @property
+    def id(self) -> str:
+        return self.handle.rpartition("/")[2]
+
+    def steps(self, rank: int) -> list[int]:
+        path = self.folder / f"done_{rank}"
+        return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def until_trains(self, steps: int) -> None:
+        """Wait until all ranks have done some steps since the last start."""
+        self.apps.until(
+            lambda: all(len(self.steps(rank)) >= self.saved + steps for rank in RANKS), "steps", self.handle
+        )
+
+    def until_queued(self) -> None:
+        self.apps.until(lambda: self.apps.slurm_state(self.id) == "PENDING", "the queue", self.handle)
+
+    def check(self) -> None:
+        """Check that all ranks have ended at the step that is saved, and have done each step once."""
+        before, self.saved = self.saved, int((self.folder / "saved").read_text())
+        assert self.saved > before, self.apps.everything(self.handle)
+        for rank in RANKS:
+            assert self.steps(rank) == [*range(self.saved)], f"rank {rank}: {self.apps.everything(self.handle)}"
+
+
+def scontrol(*words: str) -> None:
+    subprocess.run(["scontrol", *words], check=True, timeout=WITHIN)
+
+
+def start_soon(jobs: Iterable[Job]) -> None:
+    """Have Slurm start jobs that it would hold for two minutes."""
+    for job in jobs:
+        scontrol("update", f"JobId={job.id}", "StartTime=now+3", "TimeLimit=UNLIMITED")
+
+
+def send_sigterm(jobs: Sequence[Job]) -> None:
+    subprocess.run(["scancel", "--batch", "--signal=TERM", *(job.id for job in jobs)], check=True, timeout=WITHIN)
+
+
+def reach_time_limit(jobs: Sequence[Job]) -> None:
+    """Set a limit whose ``--signal`` is due."""
+    for job in jobs:
+        ran = subprocess.run(["squeue", "-h", "-j", job.id, "-o", "%M"], capture_output=True, text=True, check=True)
+        minutes = int(ran.stdout.strip().split(":")[-2])
+        scontrol("update", f"JobId={job.id}", f"TimeLimit={minutes + 2}")
+
+
+def put_back(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        scontrol("requeue", job.id)
+
+
+def preempt(jobs: Sequence[Job]) -> None:
+    nodes = len(jobs[0].apps.cluster.nodes)
+    words = ["sbatch", "--parsable", "-p", "urgent", "--exclusive", f"-N{nodes}", "-o", "/dev/null", "--wrap=sleep 900"]
+    urgent = subprocess.run(words, capture_output=True, text=True, check=True, timeout=WITHIN).stdout.strip()
+    try:
+        for job in jobs:
+            job.until_queued()
+    finally:
+        subprocess.run(["scancel", urgent], check=True, timeout=WITHIN)
+
+
+def cancel_save(jobs: Sequence[Job]) -> None:
+    """Cancel jobs, and submit them again."""
+    words = (*jobs[0].apps.client("")[0], sys.executable, "-m", "torchx.cli.main", "cancel", "--save")
+    commands = [subprocess.Popen([*words, job.handle], stderr=subprocess.PIPE, text=True) for job in jobs]
+    for job, command in zip(jobs, commands, strict=True):
+        said = command.communicate(timeout=WITHIN)[1]
+        assert "saved" in said and command.returncode == 0, said
+        job.apps.wait(job.handle, AppState.CANCELLED)
+        job.submit()
+
+
+KINDS = (send_sigterm, reach_time_limit, put_back, preempt, cancel_save)
+
+
+@pytest.mark.nightly("minutes: 40 stops for each seed, of which test_goes_on_after_the_job_was_queued_again has one")
+@pytest.mark.parametrize("seed", range(5))
+def test_no_step_is_done_twice(apps: Apps, tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    jobs = [Job(apps, tmp_path / str(number), draw.randrange(1, 9)) for number in range(8)]
+    for stop in draw.sample(KINDS, len(KINDS)):
+        for job in jobs:
+            job.until_trains(draw.randrange(1, 40))
+        stop(jobs)
+        if stop is not cancel_save:
+            for job in jobs:
+                job.until_queued()
+        for job in jobs:
+            job.check()
+        if stop is not cancel_save:
+            start_soon(jobs)
+        print(time.strftime("%X"), stop.__name__, [job.saved for job in jobs])
+
+
+@pytest.mark.nightly("the same for each kind of stop; test_a_rank_that_does_not_come has one on this machine")
+def test_a_rank_that_does_not_come_is_ended_and_named(apps: Apps, tmp_path: Path) -> None:
+    stops = [stop for stop in KINDS if stop is not put_back]  # Slurm's KillWait is shorter than the grace period
+    jobs = {stop: Job(apps, tmp_path / stop.__name__, 1000, stuck=3) for stop in stops}
+    for job in jobs.values():
+        job.until_trains(5)
+    for stop, job in jobs.items():
+        first = job.handle
+        stop([job])
+        if stop is not cancel_save:
+            job.until_queued()
+        told = (Path(apps.paths(first).events)).read_text()
+        assert "; not saved: rank 3 did not come to the step within 4 s" in told, told
