@@ -325,6 +325,7 @@ def cost(jobs: int) -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell in the background ignores
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--injected", type=int, default=20)
     parser.add_argument("--clean", type=int, default=20)

@@ -123,6 +123,8 @@ def test_a_verdict_is_reported_once_and_its_end_too_and_the_hook_gets_it(tmp_pat
         await until_async(lambda: hosts.reporter.notes and told.exists() and told.read_text(), "the verdict")
         seen = looks(hosts)
         await until_async(lambda: looks(hosts) > seen + 5, "looks")
+        # Of both ranks at the first three paces; the fourth one decides.
+        assert len(hosts.asked) - looks(hosts) == 2 * 3 * slow_watch._ROUNDS
         hosts.slows = False
         await until_async(lambda: len(hosts.reporter.notes) > 1, "the end")
 

@@ -18,6 +18,7 @@ from torchx_monarch.insight.hangs import HostCollectives
 from torchx_monarch.insight.job_end import run_hook
 from torchx_monarch.insight.pace import (
     MAX_PACES,
+    WARM_UP,
     HostPace,
     Pace,
     RankPace,
@@ -32,13 +33,13 @@ from torchx_monarch.insight.slowness import MACHINE_KINDS, Slowness, StackRound,
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.insight.summary import show_duration
 
-_EVERY = 6.0
+_EVERY = 5.0
 """Seconds between two paces; more in a job of many hosts, whose answers take replica 0 some time."""
 
 FIRST_PACE = 3.0
-"""Seconds until the first one."""
+"""Seconds until the first one, and between those that do not count."""
 
-_EVERY_SUSPECTED = 2.5
+_EVERY_SUSPECTED = 1.5
 """The same while ranks may be slow."""
 
 _HOSTS_A_SECOND = 250
@@ -46,7 +47,7 @@ _HOSTS_A_SECOND = 250
 _CALLS = 1 << 16
 """Calls of a group of which all hosts tell together; each tells of 16 to 256."""
 
-_MAX_SUSPICIONS = 4
+_MAX_SUSPICIONS = 6
 """Paces in a row after which ranks that may be slow, and are not found to be, are left alone for ``_REST`` paces."""
 
 _REST = 5
@@ -54,8 +55,8 @@ _REST = 5
 _TOO_OLD = 10
 """Paces in which nothing was done after which those before count no more."""
 
-_ROUNDS = 8
-_ROUND_EVERY = 0.15
+_ROUNDS = 10
+_ROUND_EVERY = 0.1
 _STACKS_TIMEOUT = 2.0
 
 _MAX_STACKS = 2
@@ -82,6 +83,8 @@ class SlowWatch:
         self._found: Slowness | None = None
         self._lost = 0.0
         self._rounds: list[StackRound] = []
+        """Of the ranks ``_suspected``."""
+        self._suspected: tuple[int, ...] = ()
         self._suspicions = 0
 
     def request(self) -> ReadCollectives:
@@ -92,7 +95,8 @@ class SlowWatch:
 
     async def observe(self, answers: Mapping[int, HostCollectives]) -> float:
         """Conclude from the answers of all hosts; return the seconds until the next ones are due."""
-        now, at_rest = time.time(), max(_EVERY, len(answers) / _HOSTS_A_SECOND)
+        usual = FIRST_PACE if len(self._paces) < WARM_UP else _EVERY
+        now, at_rest = time.time(), max(usual, len(answers) / _HOSTS_A_SECOND)
         paces = {replica: self._by_own_clock(answer.pace, now) for replica, answer in answers.items()}
         if not paces or not all(pace.time for pace in paces.values()):
             return at_rest
@@ -102,7 +106,7 @@ class SlowWatch:
         if pace is not None or ranks.keys() != self._past.keys() or now - self._asked > _TOO_OLD * at_rest:
             self._past, self._asked = ranks, now
         if pace is None:
-            return at_rest
+            return _EVERY_SUSPECTED if self._suspicions > 0 else at_rest
         self._paces.append(pace)
         del self._paces[:-MAX_PACES]
         if self._found is not None and self._suspect is not None:
@@ -119,7 +123,11 @@ class SlowWatch:
             self._suspicions = -_REST
         if self._suspicions <= 0 and slow is None:
             return at_rest
-        await self._take_stacks(slow or suspect, pace)
+        suspect = slow or suspect
+        if suspect.ranks != self._suspected:
+            self._suspected, self._rounds = suspect.ranks, []
+        if slow is None or not self._rounds:
+            await self._take_stacks(suspect, pace)
         if slow is not None:
             self._report(slow, hosts)
             return at_rest

@@ -14,20 +14,20 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torchx_monarch.insight.rank_sample import GroupStatus, group_members
 
-IN_A_ROW = 3
+IN_A_ROW = 4
 """Paces in a row that must agree."""
 
 MAX_PACES = 64
 """Paces that are kept, the job's past among them."""
 
 _MIN_SHARE = 0.2
-"""Share of the time in which others wait for a rank that is slow, in the mean; in each pace at least half of it."""
+"""Share of the time in which others wait for a rank that is slow, in the median; in each pace at least half of it."""
 
 _MIN_LOSS = 0.25
 """By which share the steps per second of a job that has become slow are below those of its past."""
 
-_WARM_UP = 2
-"""Paces at the beginning that do not count."""
+WARM_UP = 1
+"""Paces at the beginning that do not count, as first steps take longer."""
 
 _MIN_PAST = 5
 """Paces that are a past."""
@@ -290,13 +290,12 @@ def find_suspect(paces: Sequence[Pace], replica_of: Mapping[int, int], in_a_row:
         paces: the oldest first.
         replica_of: the replica of each rank.
     """
-    paces = paces[_WARM_UP:]
+    paces = paces[WARM_UP:]
     last = paces[-in_a_row:]
     if len(last) < in_a_row:
         return None
-    since, step = last[0].time - last[0].seconds, last[0].step
     shares = {
-        rank: mean(pace.lost.get(rank, 0.0) for pace in last)
+        rank: median(pace.lost.get(rank, 0.0) for pace in last)
         for rank in last[-1].lost
         if min(pace.lost.get(rank, 0.0) for pace in last) >= _MIN_SHARE / 2
     }
@@ -305,15 +304,17 @@ def find_suspect(paces: Sequence[Pace], replica_of: Mapping[int, int], in_a_row:
         of_host = {replica_of[rank] for rank in ranks}
         alike = [rank for rank, replica in replica_of.items() if replica in of_host]
         is_host = len(of_host) == 1 and len(ranks) == len(alike) > 1
-        return Suspect(ranks, most, since, step, of_host.pop() if is_host else None)
-    past = sorted(pace.speed for pace in paces[: -len(last)] if pace.speed is not None)
-    speeds = [pace.speed for pace in last if pace.speed is not None]
-    if len(past) < _MIN_PAST or len(speeds) < len(last):
+        since = last[0].time - last[0].seconds
+        return Suspect(ranks, most, since, last[0].step, of_host.pop() if is_host else None)
+    timed = [(pace.speed, pace) for pace in paces if pace.speed is not None]
+    past, present = sorted(speed for speed, _ in timed[:-in_a_row]), timed[-in_a_row:]
+    if len(past) < _MIN_PAST:
         return None
-    usual = _median_low(past)
-    if max(speeds) >= min(usual * (1 - _MIN_LOSS), past[len(past) // 20]):
+    usual, first = _median_low(past), present[0][1]
+    if max(speed for speed, _ in present) >= min(usual * (1 - _MIN_LOSS), past[len(past) // 20]):
         return None
-    return Suspect((), 1 - mean(speeds) / usual, since, step, speed=usual)
+    share = 1 - mean(speed for speed, _ in present) / usual
+    return Suspect((), share, first.time - first.seconds, first.step, speed=usual)
 
 
 def share_now(suspect: Suspect, paces: Sequence[Pace]) -> float:
