@@ -90,10 +90,10 @@ def test_a_process_goes_on_if_it_is_no_rank_or_replica_0_is_not_reached(tmp_path
 
     path = str(tmp_path / "attach")
     host = mock.Mock(options=mock.Mock(debug_wait=5.0, peers="", role="r"), environ={}, attach_socket=path)
-    host.reporter.line = said.append
+    host.reporter.line, host.network.connect = said.append, connect
 
     async def run() -> None:
-        served = RankRelay(host, mock.Mock(connect=connect))
+        served = RankRelay(host)
         await served.start()
         reader, writer = await asyncio.open_unix_connection(path)
         rank = b"3" if is_rank else b'"x"'

@@ -229,7 +229,7 @@ def test_a_request_to_begin_a_run_that_is_repeated_during_the_first_begins_one(
         host = Host(spec, {}, "here", console, console, str(tmp_path), Reporter(console, None, ""), str(tmp_path))
         runs = RankRuns(host)
         runs.parse()
-        runs._network = HostNetwork(Address("unix", path="/nowhere"))
+        host.network = HostNetwork(Address("unix", path="/nowhere"))
         begin = BeginRun(1, "token", RunRequest(("python", "-c", "0"), None, code="tree"))
         first, second = await asyncio.gather(runs.handle(begin), runs.handle(begin))
         assert isinstance(first, RunBegun) and first == second

@@ -152,9 +152,8 @@ class RankRun:
         return None
 
     async def _new_world(self, begun: Mapping[int, RunBegun]) -> World:
-        network, attempt = self._hosts.rendezvous.network, self._attempt
-        request = OpenStore(network.bind, network.advertised, len(attempt.hosts))
-        opening = self._hosts.ask_host(request, 0, self._spec.host_timeout)
+        attempt = self._attempt
+        opening = self._hosts.ask_host(OpenStore(len(attempt.hosts)), 0, self._spec.host_timeout)
         modules = ", ".join(self._spec.preload_modules if self._spec.forks_ranks else ())
         imports = f"the import of {modules}, once for all ranks of a host" if modules else "the ranks' interpreters"
         store = await self._reporter.while_waiting(opening, lambda: imports)

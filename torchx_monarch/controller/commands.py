@@ -108,13 +108,13 @@ class CommandController:
         self._members.has_begun |= self._members.is_complete
         for host in new:
             member = self._attempt.hosts[host.replica]
-            member.watching = asyncio.ensure_future(self._watch(member))
+            member.following = asyncio.ensure_future(self._watch(member))
 
     def _forget(self, replica: int) -> None:
         """Forget the command of a host that leaves."""
         self._attempt.exits.pop(replica, None)
-        if (member := self._attempt.hosts.pop(replica, None)) and member.watching:
-            member.watching.cancel()
+        if (member := self._attempt.hosts.pop(replica, None)) and member.following:
+            member.following.cancel()
             self._launched -= member.launched is not None
 
     async def _watch(self, member: Member) -> None:
@@ -172,7 +172,7 @@ class CommandController:
             self._hosts.settle(event)
         elif self.ends_role:
             # A wrong option ends all commands within moments.
-            watching = [member.watching for member in self._attempt.hosts.values() if member.watching]
+            watching = [member.following for member in self._attempt.hosts.values() if member.following]
             await asyncio.wait(watching, timeout=EARLY_FAILURES_WITHIN)
         if self.ends_role:
             # Hosts that are started again are put off until replica 0 is.

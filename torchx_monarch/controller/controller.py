@@ -40,7 +40,6 @@ class Controller:
         self._replacements_left = hosts.spec.replacements
         self._rendezvous = hosts.rendezvous
         self._events = hosts.events
-        self._reporter = hosts.reporter
         self._gatherer = hosts.gatherer
         self._hosts = hosts
         self._members = hosts.members
@@ -165,5 +164,5 @@ class Controller:
         if is_replaced and (too_few or not self._sizes.can_lose):
             self._replacements_left -= 1
             text = f"replica {event.replica} is to be replaced, {self._replacements_left} replacements left"
-            self._reporter.report("replacement", text, replica=event.replica)
+            self._hosts.reporter.report("replacement", text, replica=event.replica)
         return self._sizes.last_call if is_replaced or too_few else 0.0

@@ -82,10 +82,8 @@ class StoreOpened:
 
 @dataclasses.dataclass(frozen=True)
 class OpenStore(Request[StoreOpened]):
-    """Open the port where the ranks meet, on replica 0's host (see ``RankPool.serve_store``)."""
+    """Open the port where the ranks meet, on replica 0's host, for so many hosts (see ``RankPool.serve_store``)."""
 
-    bind: str
-    advertised: str
     hosts: int
 
 

@@ -47,9 +47,8 @@ class Member:
         knows_result: whether it has been sent the result of the job.
         checkpoints: the last report of the parts of checkpoints that it has.
         calls: the requests that it has not answered, by number.
-        reading: reads its output of the present run of a live allocation.
+        following: follows its command, or reads its output of the present run of a live allocation.
         launched: what it has started in the present attempt; None before it has said so.
-        watching: follows its command.
         is_spared: whether its command has failed for good, and the role does not need it.
     """
 
@@ -59,8 +58,7 @@ class Member:
     knows_result: bool = False
     checkpoints: CheckpointParts = CheckpointParts((), "")
     calls: dict[int, HostCall[Any]] = dataclasses.field(default_factory=dict)
-    reading: asyncio.Task[None] | None = None
-    watching: asyncio.Task[None] | None = None
+    following: asyncio.Task[None] | None = None
     launched: Launched | None = None
     is_spared: bool = False
 

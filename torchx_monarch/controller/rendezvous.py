@@ -36,7 +36,7 @@ from torchx_monarch.controller.host_events import (
     StopRequested,
     signalled,
 )
-from torchx_monarch.controller.host_messages import CheckpointParts, decode_report
+from torchx_monarch.controller.host_messages import CheckpointParts, Report, decode_report
 from torchx_monarch.controller.host_network import HostNetwork, LaterError, Peer, RendezvousError, TakenError, brief
 from torchx_monarch.controller.members import Member, Members, MemberState
 from torchx_monarch.model.codec import DecodeError, decode
@@ -255,7 +255,6 @@ class Rendezvous:
         return host
 
     async def _follow(self, member: Member, channel: Channel) -> None:
-        host = member.host
         while message := await channel.receive():
             if member.state is MemberState.LOST:
                 continue  # it was dismissed, and another one has its place
@@ -263,20 +262,24 @@ class Rendezvous:
                 report = decode_report(message)
             except DecodeError as error:
                 raise messages.ProtocolError(str(error)) from None
-            if isinstance(report, CheckpointParts):
-                self.members.set_checkpoints(host.replica, report)
-                continue
-            if report is not None and not 0 < report.number < signal.NSIG:
-                raise messages.ProtocolError(f"{brief(report.number)} is no number of a signal")
-            if report is not None and member.is_registered:
-                event = signalled(host, report.number, report.announced, report.saves)
-                if isinstance(event, HostPreempted) and not self._is_needed(member):
-                    self._say(f"{event.result.reason}; it ran no ranks")
-                    await self.dismiss(host.replica, event.result)
-                else:
-                    self.events.post(event)
-            if message.get("type") == "answer":
+            if report is not None:
+                await self.report(member, report)
+            elif message.get("type") == "answer":
                 member.answer(message)
+
+    async def report(self, member: Member, report: Report) -> None:
+        """Take what a host reports without a request; raise ``ProtocolError`` if it makes no sense."""
+        if isinstance(report, CheckpointParts):
+            self.members.set_checkpoints(member.host.replica, report)
+        elif not 0 < report.number < signal.NSIG:
+            raise messages.ProtocolError(f"{brief(report.number)} is no number of a signal")
+        elif member.is_registered:
+            event = signalled(member.host, report.number, report.announced, report.saves)
+            if isinstance(event, HostPreempted) and not self._is_needed(member):
+                self._say(f"{event.result.reason}; it ran no ranks")
+                await self.dismiss(member.host.replica, event.result)
+            else:
+                self.events.post(event)
 
     def _loss(self, member: Member, channel: Channel) -> HostLost:
         """Return the event of a host whose channel has ended."""

@@ -261,8 +261,8 @@ class RunQueue:
         """Read the output of a run from the hosts of its attempt, which have begun it."""
         run.ranks = ranks
         for replica, member in self.hosts.members.attempt.hosts.items():
-            if member.reading is None or member.reading.done():
-                member.reading = asyncio.ensure_future(self._read_output(run, replica))
+            if member.following is None or member.following.done():
+                member.following = asyncio.ensure_future(self._read_output(run, replica))
 
     async def _read_output(self, run: Run, replica: int) -> None:
         """Add the output of a run on one host to its log, no faster than that is written."""
@@ -280,7 +280,7 @@ class RunQueue:
 
         async def finish_hosts() -> None:
             await self.hosts.broadcast(FinishRun(run.token))
-            await asyncio.gather(*(member.reading for member in attempt.hosts.values() if member.reading))
+            await asyncio.gather(*(member.following for member in attempt.hosts.values() if member.following))
 
         try:
             # An event says that hosts have left, or that the allocation ends: the next wait handles it.
@@ -289,9 +289,9 @@ class RunQueue:
             # The loss of a host is reported by a host event.
             self._reporter.line(f"some output of run {run.number} may be missing: {error or 'it did not come in time'}")
         for member in self.hosts.members:
-            if member.reading is not None:
-                member.reading.cancel()
-                member.reading = None
+            if member.following is not None:
+                member.following.cancel()
+                member.following = None
         self._reporter.echo = None
         exits = [{"type": "exit", "exit": vars(attempt.exits[rank])} for rank in sorted(attempt.exits)]
         self._reporter.report("run_end", f"run {run.number} {word}: {result.reason}", run=run.number, code=result.code)

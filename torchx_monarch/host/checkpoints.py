@@ -13,7 +13,7 @@ import dataclasses
 import json
 import os
 import socket
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from torchx_monarch.controller.host_messages import (
@@ -24,7 +24,6 @@ from torchx_monarch.controller.host_messages import (
     PersistCheckpoint,
     RestoreCheckpoint,
 )
-from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.host.checkpoint_files import PartError, PartExchange, PartFile, PartFiles, PartGoneError, checked
 from torchx_monarch.host.host import Host
 from torchx_monarch.model.codec import decode
@@ -41,23 +40,16 @@ _OWN = 2
 
 
 class HostCheckpoints:
-    """Keep the checkpoints of a run; ``report`` is called with the parts when ranks have completed one."""
+    """Keep the checkpoints of a run, and report the parts when ranks have completed one."""
 
-    def __init__(
-        self,
-        host: Host,
-        network: HostNetwork,
-        report: Callable[[CheckpointParts], Awaitable[None]],
-        memory: MemoryDir,
-    ) -> None:
+    def __init__(self, host: Host, memory: MemoryDir) -> None:
         self._host = host
-        self._report = report
         self.folder, self._lock = memory
         self._disk = os.path.join(host.sockets, os.path.basename(self.folder))
         os.symlink(self._disk, os.path.join(self.folder, "disk"))
         self._parts: dict[tuple[int, ...], PartFiles] = {}  # by step, attempt and replica
         self._whole: set[tuple[int, ...]] = set()  # steps and attempts
-        self._exchange = PartExchange(network, self._parts.get)
+        self._exchange = PartExchange(host.network, self._parts.get)
         self._world: World | None = None
         self._said = set[str]()
         self._changing = asyncio.Lock()
@@ -70,11 +62,9 @@ class HostCheckpoints:
         self._following = asyncio.ensure_future(self._follow())
 
     @classmethod
-    async def create(
-        cls, host: Host, network: HostNetwork, report: Callable[[CheckpointParts], Awaitable[None]]
-    ) -> HostCheckpoints:
+    async def create(cls, host: Host) -> HostCheckpoints:
         name = f"{host.options.app}-{host.options.role}-{host.options.replica}"
-        return cls(host, network, report, await asyncio.to_thread(run_dirs.new_memory_dir, name))
+        return cls(host, await asyncio.to_thread(run_dirs.new_memory_dir, name))
 
     def close(self) -> Callable[[], None]:
         """Keep checkpoints no more; return what frees the memory, which takes a while."""
@@ -95,6 +85,10 @@ class HostCheckpoints:
     async def find(self) -> CheckpointParts:
         await self._scan()
         return self._listed()
+
+    async def _report(self) -> None:
+        if self._host.report is not None:
+            await self._host.report(self._listed())
 
     def _listed(self) -> CheckpointParts:
         address = ""
@@ -124,7 +118,7 @@ class HostCheckpoints:
             await self._scan_due.wait()
             self._scan_due.clear()
             if await self._scan():
-                await self._report(self._listed())
+                await self._report()
 
     async def _scan(self) -> bool:
         """Find what the ranks of this host have completed; return whether there is something new."""
@@ -242,7 +236,7 @@ class HostCheckpoints:
                 self._say(f"no copy of the checkpoints of host {part.replica}: {error}")
             finally:
                 self._fetching.discard(path)
-        await self._report(self._listed())
+        await self._report()
 
     def _newer(self) -> list[tuple[int, ...]]:
         newest = max(self._whole, default=(-1, -1), key=lambda checkpoint: checkpoint[::-1])

@@ -11,7 +11,7 @@ from typing import Any
 from torchx_monarch.controller import host_messages
 from torchx_monarch.controller.commands import CommandController
 from torchx_monarch.controller.elastic import NodeRange
-from torchx_monarch.controller.host_network import HostNetwork, RendezvousError
+from torchx_monarch.controller.host_network import RendezvousError
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.host.command_process import StartedCommand, command_environ, start_command
@@ -92,6 +92,9 @@ class CommandRun(Workload):
             self.pool.launch(self._started)
             self.has_begun = True
 
+    async def connect(self) -> None:
+        """Listen for nothing: a command knows nothing of its host."""
+
     @property
     def sizes(self) -> NodeRange:
         options = self._host.options
@@ -107,19 +110,17 @@ class CommandRun(Workload):
             return host_messages.Launched(self.pool.launch())
         return await super()._execute(request)
 
-    async def _join(
-        self, network: HostNetwork, registration: Registration, lost: JobResult | None
-    ) -> RendezvousClient | JobResult:
+    async def _join(self, registration: Registration, lost: JobResult | None) -> RendezvousClient | JobResult:
         """Register with replica 0, whether or not it is there before the command has ended.
 
         A host that meets no replica 0 within ``host_timeout`` seconds of the end of its command has the result of that
         command.
         """
         if not self.has_begun:
-            return await super()._join(network, registration, lost)
+            return await super()._join(registration, lost)
         ends_alone = self._host.options.replacements > registration.restarts
         # A command that runs does not say that it waits.
-        joining = asyncio.ensure_future(RendezvousClient.join(network, registration, math.inf))
+        joining = asyncio.ensure_future(RendezvousClient.join(self._host.network, registration, math.inf))
         ending = asyncio.ensure_future(self._patience(ends_alone))
         try:
             await asyncio.wait([joining, ending], return_when=asyncio.FIRST_COMPLETED)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.controller.host_messages import Report
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.env_names import INTERFACE
 from torchx_monarch.model.host_spec import HostSpec
@@ -30,7 +31,8 @@ class Host:
         grace: seconds from SIGTERM to SIGKILL for ranks: torchrun's option or variable if given, else ``--grace``.
         ends_at: when the job is known to end, by the time limit of Slurm or ``stop_after``, in seconds since the epoch;
             0 if that is not known.
-        report: sends a report to replica 0; None on replica 0, and while this host is not registered.
+        report: sends a report to replica 0; None while this host is not registered.
+        network: its connections, once its addresses are settled.
         disk: the thread that makes, reads and removes the files of attempts: a disk may stand still for minutes.
     """
 
@@ -45,6 +47,7 @@ class Host:
     grace: float = 0.0
     ends_at: float = 0.0
     report: Callable[[Report], Coroutine[Any, Any, None]] | None = None
+    network: HostNetwork = dataclasses.field(init=False)
     disk: WriterThread = dataclasses.field(default_factory=WriterThread)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -67,8 +68,6 @@ class HostProcess:
         self._host.ends_at = min(limits, default=0.0)
         self._workload = choose(self._host)
         self._error_file = environ.get("TORCHELASTIC_ERROR_FILE", "")
-        self._rendezvous: Rendezvous | None = None
-        self._registration: Registration | None = None
         self._no_restart_marker = NoRestartMarker(environ)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -156,17 +155,14 @@ class HostProcess:
             host.sockets = run_dirs.private_dir(self._run_dir)
             rendezvous, advertised = host.settle_addresses(self._run_dir, workload.command)
             if not error:
-                # Before the rest: the imports of the zygote take longer than all steps below.
-                await workload.start()
-        except LaunchError as failure:
-            error = str(failure)
-        except ValueError as failure:
-            return self._conclude(JobResult(1, f"host {options.replica}: {failure}"))
-        try:
+                try:  # before the rest: the imports of the zygote take longer than all steps below
+                    await workload.start()
+                except LaunchError as failure:
+                    error = str(failure)
             credentials = host.environ.get(CREDENTIALS, "")
-            network = HostNetwork.setup(rendezvous, advertised, options, credentials, host.sockets)
+            host.network = HostNetwork.setup(rendezvous, advertised, options, credentials, host.sockets)
             if not error:
-                await workload.connect(network)
+                await workload.connect()
         except ValueError as failure:
             return self._conclude(JobResult(1, f"host {options.replica}: {failure}"))
         given = host.environ.get("MONARCH_RESTART", "")
@@ -179,10 +175,9 @@ class HostProcess:
             machine=host.environ.get("MONARCH_NODE", ""),
             restarts=int(given) if given.isdecimal() else self._no_restart_marker.restarts,
         )
-        self._registration = registration
         if options.replica == 0:
-            return await self._control(registration, network)
-        return await workload.follow(registration, network)
+            return await self._control(registration)
+        return await workload.follow(registration)
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -207,12 +202,13 @@ class HostProcess:
 
     # -- replica 0 -----------------------------------------------------------------------------------------------------
 
-    async def _control(self, registration: Registration, network: HostNetwork) -> JobResult:
+    async def _control(self, registration: Registration) -> JobResult:
         host, options, workload = self._host, self._host.options, self._workload
-        self._rendezvous = rendezvous = Rendezvous(network, workload.sizes.min_hosts, host.reporter.line)
+        rendezvous = Rendezvous(host.network, workload.sizes.min_hosts, host.reporter.line)
         self._spawn(host.reporter.show_life())
         controller = workload.controller(rendezvous)
-        coordination = coordinator(rendezvous, network, host.environ, host.reporter)
+        coordination = coordinator(rendezvous, host.network, host.environ, host.reporter)
+        host.report = functools.partial(rendezvous.report, rendezvous.register(registration))
         try:
             await rendezvous.start()
         except RendezvousError as error:
@@ -220,8 +216,7 @@ class HostProcess:
                 return self._conclude(JobResult(1, str(error)))
             # The job needs nobody else; but no client can ask for its stacks.
             print(f"no client can connect to this host: {error}", file=sys.stderr, flush=True)  # this process's own log
-        rendezvous.register(registration)
-        self._end_in_time()
+        self._end_in_time(rendezvous)
         if not workload.has_begun:
             await coordination.begin(options.host_timeout)
         result = self._conclude(await controller.run())
@@ -267,25 +262,22 @@ class HostProcess:
         saves = may_save and said in (None, SAVE)
         if may_save:
             self._spawn(self._workload.stop(number, saves=saves))
-        registration = self._registration or Registration(replica, host.hostname, os.getpid())
-        event = host_events.signalled(registration, number, announced, saves)
         if host.report is not None:
             await host.report(SignalReceived(number, announced, saves))
-        elif self._rendezvous is not None:
-            self._rendezvous.events.post(event)
         else:
             # No controller to decide: this host has not joined yet, or has lost replica 0.
-            host.reporter.report(event.kind, event.result.reason, replica=event.replica)
+            registration = Registration(replica, host.hostname, os.getpid())
+            event = host_events.signalled(registration, number, announced)
+            host.reporter.report(event.kind, event.result.reason, replica=replica)
             await self._report_and_exit(self._conclude(event.result))
 
-    def _end_in_time(self) -> None:
+    def _end_in_time(self, rendezvous: Rendezvous) -> None:
         """Have the job end when its ``stop_after`` has passed since the start of this process."""
         if limit := self._host.options.stop_after:
             reason = f"{limit:g} s have passed (stop_after)"
             event = host_events.StopRequested(0, JobResult(128 + signal.SIGTERM, reason, stopped=True), saves=True)
-            assert self._rendezvous is not None
             left = max(0.0, self._started + limit - time.time())
-            asyncio.get_running_loop().call_later(left, self._rendezvous.events.post, event)
+            asyncio.get_running_loop().call_later(left, rendezvous.events.post, event)
 
     def _forward_signal(self, number: int) -> None:
         text = f"host {self._host.options.replica}: passing {signal.Signals(number).name} on to its ranks"

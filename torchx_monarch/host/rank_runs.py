@@ -29,7 +29,6 @@ from torchx_monarch.controller.activity_record import ActivityRecord
 from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
-from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rank_clients import DebugSessions
 from torchx_monarch.controller.rendezvous import Rendezvous
@@ -75,7 +74,6 @@ class RankRuns(Workload):
         self._allocation: AllocationSpec | None = None
         self._script: Command | None = None
         self._restarts = 0
-        self._hosts: JobHosts | None = None
         # The controller gives up a request when a host is lost, and sends the next while the first is still executed.
         self._changing = asyncio.Lock()
         # The token of the present run, and the answer to its request.
@@ -137,13 +135,11 @@ class RankRuns(Workload):
         options = self._host.options
         return NodeRange.from_command(self.command, options.world, options.host_timeout, options.spares)
 
-    async def connect(self, network: HostNetwork) -> None:
-        """Prepare for worker loops, and serve the ranks at a socket."""
-        await super().connect(network)
-        await RankRelay(self._host, network).start()
+    async def connect(self) -> None:
+        await RankRelay(self._host).start()
 
     def controller(self, rendezvous: Rendezvous) -> Controller:
-        self._hosts = hosts = self._job_hosts(rendezvous)
+        hosts = self._job_hosts(rendezvous)
         self._activity = asyncio.ensure_future(ActivityRecord(hosts, self._attempt_folder).run())
         hang_watch = HangWatch(hosts)
         rendezvous.network.handlers.update(DebugSessions(hosts, hang_watch.rest).handlers)
@@ -162,11 +158,10 @@ class RankRuns(Workload):
             return None
         from torchx_monarch.controller.run_queue import RunQueue
 
-        self._network = hosts.rendezvous.network  # also of a host that cannot start
         log_dir, disk = self._host.log_dir, self._host.disk
         queue = RunQueue(hosts, self._allocation, log_dir, disk, lambda: self._zygotes.ready)
-        self._network.handlers["sync"] = functools.partial(self._code.serve_client, queue)
-        self._network.handlers["code"] = self._code.distribute
+        serve_client = functools.partial(self._code.serve_client, queue)
+        self._host.network.handlers.update(sync=serve_client, code=self._code.distribute)
         return queue
 
     # -- a run ---------------------------------------------------------------------------------------------------------
@@ -271,8 +266,7 @@ class RankRuns(Workload):
     def _code(self) -> HostCode:
         from torchx_monarch.host.code_distribution import HostCode
 
-        assert self._network is not None
-        return HostCode(os.path.join(self._host.sockets, "code"), self._network)
+        return HostCode(os.path.join(self._host.sockets, "code"), self._host.network)
 
     def _command_of(self, request: RunRequest, cwd: str, environ: Mapping[str, str]) -> Command:
         spec, replicas = self._allocation, self._host.options.world
@@ -299,15 +293,8 @@ class RankRuns(Workload):
         from torchx_monarch.host.checkpoints import HostCheckpoints
 
         if self._checkpoints is None:
-            assert self._network is not None
-            self._checkpoints = await HostCheckpoints.create(self._host, self._network, self._report_parts)
+            self._checkpoints = await HostCheckpoints.create(self._host)
         return self._checkpoints
-
-    async def _report_parts(self, parts: host_messages.CheckpointParts) -> None:
-        if self._hosts is not None:
-            self._hosts.members.set_checkpoints(0, parts)
-        elif self._host.report is not None:
-            await self._host.report(parts)
 
     def _close_checkpoints(self) -> Callable[[], None]:
         """End those of the present run; return what frees their memory."""
@@ -335,9 +322,9 @@ class RankRuns(Workload):
         assert pool is not None
         match request:
             case host_messages.OpenStore():
-                return host_messages.StoreOpened(
-                    *await pool.serve_store(request.bind, request.advertised, request.hosts)
-                )
+                network = self._host.network
+                opened = await pool.serve_store(network.bind, network.advertised, request.hosts)
+                return host_messages.StoreOpened(*opened)
             case host_messages.ListCheckpoints():
                 return await self._checkpoints.find() if self._checkpoints else host_messages.CheckpointParts((), "")
             case host_messages.KeepCheckpoints():

@@ -19,7 +19,7 @@ import sys
 from typing import IO
 
 from torchx_monarch.controller.host_messages import WorkerLoopEnded
-from torchx_monarch.controller.host_network import HostNetwork, Peer, RendezvousError, Streams
+from torchx_monarch.controller.host_network import Peer, RendezvousError, Streams
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.model.env_names import JOB_VARIABLES, MONARCH_NOISE, is_for_hosts
@@ -60,9 +60,8 @@ def _open_output(console: Console, given: contextlib.ExitStack, owned: contextli
 class WorkerLoops:
     """Execute the requests ``RunWorkerLoop`` and ``GetWorkerLoop``."""
 
-    def __init__(self, host: Host, network: HostNetwork) -> None:
+    def __init__(self, host: Host) -> None:
         self._host = host
-        self._network = network
         self._addresses: dict[str, asyncio.Future[str]] = {}
         self._numbers = itertools.count()
 
@@ -91,7 +90,7 @@ class WorkerLoops:
         return await asyncio.shield(address)
 
     async def _run(self, folder: str, address: asyncio.Future[str]) -> tuple[str, bool]:
-        host, network = self._host, self._network
+        host, network = self._host, self._host.network
         spec = {
             "folder": folder,
             "scheme": SCHEMES[network.rendezvous.scheme],
@@ -163,9 +162,8 @@ class RankRelay:
     connection is closed.
     """
 
-    def __init__(self, host: Host, network: HostNetwork) -> None:
+    def __init__(self, host: Host) -> None:
         self._host = host
-        self._network = network
         text = host.options.peers or host.environ.get("MONARCH_PEERS", "")
         self._others = dict(peer.split("=", 1) for peer in text.split(",") if peer)
         self._others.pop(host.options.role, None)
@@ -204,7 +202,7 @@ class RankRelay:
             "function": str(peer.greeting.get("function"))[:_MAX_TEXT],
         }
         try:
-            near, far = await self._network.connect(greeting)
+            near, far = await self._host.network.connect(greeting)
         except Exception as error:
             why = f"replica 0 is not reached: {error}"
             self._host.reporter.line(f"rank {rank} goes on without a debugger: {why}")
@@ -219,7 +217,7 @@ class RankRelay:
             far.close()
 
     async def _attach(self, peer: Peer) -> None:
-        network, options = self._network, self._host.options
+        network, options = self._host.network, self._host.options
         transport = f"{SCHEMES[network.rendezvous.scheme]}://{network.advertised}:0"
         names = sorted({network.advertised, self._host.hostname, *local_addresses.interfaces().values()})
         here = {
@@ -242,7 +240,7 @@ class RankRelay:
 
     async def _connect(self, role: str, greeting: messages.Message) -> Streams:
         if role in ("", self._host.options.role):
-            return await self._network.connect(greeting)
+            return await self._host.network.connect(greeting)
         if role not in self._others:
             raise ConnectError(f"role {role!r} has no mesh here, but {', '.join(self._others) or 'no other role'}")
         loop, timeout = asyncio.get_running_loop(), self._host.options.host_timeout
@@ -251,7 +249,7 @@ class RankRelay:
             try:
                 expanded = local_addresses.expand_address(self._others[role], self._host.environ, is_first=False)
                 address = Address.parse(expanded, f"role {role}")
-                return await self._network.greet(address, greeting)
+                return await self._host.network.greet(address, greeting)
             except ConnectError as error:
                 if loop.time() > until:
                     raise ConnectError(f"role {role}: {error}, after {timeout:g} s (--host-timeout)") from None

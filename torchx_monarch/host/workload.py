@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torchx_monarch.controller import host_messages
 from torchx_monarch.controller.agreed_stop import seconds_to_stop
 from torchx_monarch.controller.elastic import NodeRange
-from torchx_monarch.controller.host_network import HostNetwork, Peer, RendezvousError
+from torchx_monarch.controller.host_network import Peer, RendezvousError
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
@@ -58,7 +58,6 @@ class Workload(abc.ABC):
         self.command: Command | None = None
         self.pool: ProcessPool | None = None
         self._host = host
-        self._network: HostNetwork | None = None
         self._loops: WorkerLoops | None = None
         self._has_printed = False
 
@@ -74,9 +73,9 @@ class Workload(abc.ABC):
             LaunchError: they cannot be started, or the number is not known.
         """
 
-    async def connect(self, network: HostNetwork) -> None:
-        """Prepare for worker loops, which start when a client attaches."""
-        self._network = network
+    @abc.abstractmethod
+    async def connect(self) -> None:
+        """Listen for what runs on this host."""
 
     @property
     @abc.abstractmethod
@@ -134,14 +133,14 @@ class Workload(abc.ABC):
 
     # -- a host other than replica 0 -----------------------------------------------------------------------------------
 
-    async def follow(self, registration: Registration, network: HostNetwork) -> JobResult:
+    async def follow(self, registration: Registration) -> JobResult:
         """Take part in the job of replica 0's controller; return its result, or the reason for not knowing it.
 
         If replica 0 is lost and the backend replaces it, the host stops its processes and registers with the new one.
         """
         host, lost = self._host, None
         while True:
-            client = await self._join(network, registration, lost)
+            client = await self._join(registration, lost)
             if isinstance(client, JobResult):
                 return client
             host.report = client.report
@@ -157,9 +156,7 @@ class Workload(abc.ABC):
                 return lost
             registration = await self._after_loss(registration)
 
-    async def _join(
-        self, network: HostNetwork, registration: Registration, lost: JobResult | None
-    ) -> RendezvousClient | JobResult:
+    async def _join(self, registration: Registration, lost: JobResult | None) -> RendezvousClient | JobResult:
         """Register with replica 0, or with another one after a loss; return the result if there is none."""
         # A host with an error only reports it. If replica 0 has the same error, it has already exited.
         timeout, failure = self._host.options.rejoin_timeout if lost else self.sizes.join_timeout, ""
@@ -170,7 +167,7 @@ class Workload(abc.ABC):
             nonlocal failure
             failure = f" ({error})"
 
-        joining = RendezvousClient.join(network, registration, timeout, failed)
+        joining = RendezvousClient.join(self._host.network, registration, timeout, failed)
         try:
             return await self._host.reporter.while_waiting(joining, lambda: whom + failure)
         except RendezvousError as error:
@@ -227,6 +224,5 @@ class Workload(abc.ABC):
     def _worker_loops(self) -> WorkerLoops:
         from torchx_monarch.host.worker_loops import WorkerLoops
 
-        assert self._network is not None
-        self._loops = self._loops or WorkerLoops(self._host, self._network)
+        self._loops = self._loops or WorkerLoops(self._host)
         return self._loops
