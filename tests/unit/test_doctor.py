@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from torchx.runner import config
 
+from torchx_monarch.backends.core.backend import CheckResult
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli import doctor, exit_codes, main
-from torchx_monarch.model.check_result import CheckResult
 
 
 def test_a_result_is_a_line() -> None:

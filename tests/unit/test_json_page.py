@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 import pytest
 
+from torchx_monarch.backends.core.backend import CheckResult
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.cli import exec as exec_command
 from torchx_monarch.cli import exit_codes, main, top
@@ -26,7 +27,6 @@ from torchx_monarch.client.result import RankResult, RunInfo, RunResult
 from torchx_monarch.insight import timeline
 from torchx_monarch.insight.rank_sample import RankView
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
-from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.schedulers.job_status import JobStatus, LiveState, ReplicaState
 from torchx_monarch.system.processes import user_name
 

@@ -14,7 +14,7 @@ from torchx_monarch.command.command import parse
 from torchx_monarch.controller.host_messages import TakeFacts
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.members import Member, Members, MemberState
-from torchx_monarch.controller.preflight import Preflight, compare
+from torchx_monarch.controller.preflight import check, compare
 from torchx_monarch.host.rank_runs import take_facts
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.insight.progress import Reporter
@@ -98,7 +98,7 @@ class ScriptedHosts:
 
 def checked(hosts: ScriptedHosts, capfd: pytest.CaptureFixture[str]) -> tuple[str, str]:
     """Why the run must not start, and the log."""
-    reason = asyncio.run(Preflight(cast(JobHosts, hosts)).check())
+    reason = asyncio.run(check(cast(JobHosts, hosts)))
     WriterThread.finish()
     return reason, capfd.readouterr().err
 

@@ -170,7 +170,7 @@ def test_the_end_of_a_queued_run_leaves_the_timeout_of_the_running_one(tmp_path:
         running = await replica0.runs.next_run()
         assert isinstance(running, Run)
         replica0.runs.end_run(replica0.runs.find(2), JobResult(143, "stopped", stopped=True))
-        await until_async(lambda: running.ending, "the end of the run by its timeout")
+        await until_async(lambda: replica0.runs.hosts.events.pending, "the end of the run by its timeout")
         await replica0.runs.close(JobResult(0, "released", stopped=True))
 
     asyncio.run(main())

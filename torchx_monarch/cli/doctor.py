@@ -16,9 +16,9 @@ from typing import TypeVar
 from torchx.runner import config
 from torchx.specs import CfgVal
 
+from torchx_monarch.backends.core.backend import CheckResult
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.output import print_json
-from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.schedulers.install_checks import REMEDY, installed_version
 from torchx_monarch.schedulers.monarch import opened
 from torchx_monarch.system.untrusted_text import one_line

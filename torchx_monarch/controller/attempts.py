@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from torchx_monarch.controller import preflight
 from torchx_monarch.controller.agreed_stop import AgreedStop, seconds_to_stop
 from torchx_monarch.controller.checkpoints import Checkpoints
 from torchx_monarch.controller.hang_watch import HangWatch
@@ -32,7 +33,6 @@ from torchx_monarch.controller.host_messages import (
 )
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.members import Attempt
-from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.insight.hangs import Hang
 from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.backoff import describe as describe_delay
@@ -71,7 +71,6 @@ class RankRun:
         self._events = hosts.events
         self._reporter = hosts.reporter
         self._hang_watch = hang_watch
-        self._preflight = Preflight(hosts)
         self.checkpoints = Checkpoints(hosts)
         self._backoff = Backoff()
         self._same_step = SameStep()
@@ -105,12 +104,16 @@ class RankRun:
         """
         self._begun, self._attempt.failed_before = begun[0], frozenset()
         until_event, clock = self._hosts.until_event, asyncio.get_running_loop().time
-        if difference := await until_event(self._preflight.check()):
+        if difference := await until_event(preflight.check(self._hosts)):
             return difference if isinstance(difference, HostEvent) else JobResult(1, difference)
+        compares = self._spec.preflight == "off"  # once, unless the pre-flight has done that
         while True:
             started = clock()
             if event := await until_event(self._start(begun)):
                 return event
+            if compares:
+                preflight.report_differences(self._hosts)
+                compares = False
             with self._hosts.call(WatchRanks()) as exits:
                 failure = await until_event(self._watch(exits))
                 if isinstance(failure, HostEvent) and failure.saves:
@@ -148,7 +151,6 @@ class RankRun:
         for replica, launched in (await self._hosts.ask(LaunchRanks(world), self._spec.host_timeout)).items():
             attempt.hosts[replica].launched = launched
         attempt.report_start(self._reporter, "ranks")
-        self._preflight.report_differences()
         return None
 
     async def _new_world(self, begun: Mapping[int, RunBegun]) -> World:

@@ -15,47 +15,39 @@ from torchx_monarch.system.untrusted_text import one_line
 _LINE = 600
 
 
-class Preflight:
-    """Compare the hosts of a run, once for each set of hosts (see ``RankRun.run``)."""
+async def check(hosts: JobHosts) -> str:
+    """Check the hosts of the attempt; return why the run must not start, empty if it may.
 
-    def __init__(self, hosts: JobHosts) -> None:
-        self._mode = hosts.spec.preflight
-        self._hosts = hosts
-        self._reporter = hosts.reporter
-        self._reports_differences = True
+    It raises the errors of ``JobHosts.ask``.
+    """
+    mode, reporter = hosts.spec.preflight, hosts.reporter
+    if mode == "off":
+        return ""
+    began = time.monotonic()
+    asking = hosts.ask(TakeFacts())
+    facts = await reporter.while_waiting(asking, lambda: "the imports of all hosts, for the pre-flight")
+    problems = [one_line(problem, _LINE) for problem in _compare(hosts, facts)]
+    for problem in problems:
+        reporter.line(f"pre-flight: {problem}")
+    if not problems:
+        reporter.line(f"pre-flight: {len(facts)} hosts are alike ({time.monotonic() - began:.2f} s)")
+    if not problems or mode == "warn":
+        return ""
+    more = f" (and {len(problems) - 1} more, see the log)" if len(problems) > 1 else ""
+    return f"pre-flight: {problems[0]}{more}"
 
-    async def check(self) -> str:
-        """Check the hosts of the attempt; return why the run must not start, empty if it may.
 
-        It raises the errors of ``JobHosts.ask``.
-        """
-        self._reports_differences = self._mode == "off"
-        if self._mode == "off":
-            return ""
-        began = time.monotonic()
-        asking = self._hosts.ask(TakeFacts())
-        facts = await self._reporter.while_waiting(asking, lambda: "the imports of all hosts, for the pre-flight")
-        problems = [one_line(problem, _LINE) for problem in self._compare(facts)]
-        for problem in problems:
-            self._reporter.line(f"pre-flight: {problem}")
-        if not problems:
-            self._reporter.line(f"pre-flight: {len(facts)} hosts are alike ({time.monotonic() - began:.2f} s)")
-        if not problems or self._mode == "warn":
-            return ""
-        more = f" (and {len(problems) - 1} more, see the log)" if len(problems) > 1 else ""
-        return f"pre-flight: {problems[0]}{more}"
+def report_differences(hosts: JobHosts) -> None:
+    """Report how hosts differ whose ranks have started."""
+    members = hosts.members.attempt.hosts.items()
+    facts = {replica: member.launched.facts for replica, member in members if member.launched is not None}
+    if found := list(_compare(hosts, facts)):
+        hosts.reporter.report("differences", one_line(f"hosts differ: {'; '.join(found)}", _LINE))
 
-    def report_differences(self) -> None:
-        """Report how hosts differ whose ranks have started, once after ``check``; not if that has compared them."""
-        members = self._hosts.members.attempt.hosts.items()
-        facts = {replica: member.launched.facts for replica, member in members if member.launched is not None}
-        if self._reports_differences and (found := list(self._compare(facts))):
-            self._reporter.report("differences", one_line(f"hosts differ: {'; '.join(found)}", _LINE))
-        self._reports_differences = False
 
-    def _compare(self, facts: Mapping[int, HostFacts]) -> Iterator[str]:
-        names = {host.replica: host.name for host in self._hosts.members.hosts}
-        return compare(names, {replica: facts[replica] for replica in names})
+def _compare(hosts: JobHosts, facts: Mapping[int, HostFacts]) -> Iterator[str]:
+    names = {host.replica: host.name for host in hosts.members.hosts}
+    return compare(names, {replica: facts[replica] for replica in names})
 
 
 def compare(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[str]:

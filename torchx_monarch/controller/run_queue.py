@@ -77,7 +77,6 @@ class Run:
         token: identifies the run on the hosts, even after a restart of this replica 0.
         run_log: its log, which is opened when it begins; None before, and if it ends before.
         opened: set when its log is open, or the run has ended.
-        ending: result of the run after a request to end it; None without such a request.
     """
 
     number: int
@@ -90,7 +89,6 @@ class Run:
     started: float = 0.0
     ended: float = 0.0
     result: JobResult | None = None
-    ending: JobResult | None = None
     ranks: int = 0
 
     @property
@@ -337,8 +335,7 @@ class RunQueue:
         if run.state == "queued":
             self._end(run, result)
         elif run.result is None:
-            run.ending = run.ending or result
-            self._events.post(RunEndRequested(0, run.ending, number))
+            self._events.post(RunEndRequested(0, result, number))
 
     def state(self) -> messages.Message:
         current, queue = self.current, self._queue

@@ -19,7 +19,7 @@ from torchx.workspace import WorkspaceMixin
 
 from torchx_monarch.backends.core import stored_apps, torchx_api
 from torchx_monarch.backends.core.apps import Apps
-from torchx_monarch.backends.core.backend import Backend
+from torchx_monarch.backends.core.backend import Backend, CheckResult
 from torchx_monarch.backends.core.errors import BackendError, SubmitError, UserError
 from torchx_monarch.backends.core.options import (
     AvoidOpts,
@@ -35,7 +35,6 @@ from torchx_monarch.command.allocation_spec import AllocationSpec
 from torchx_monarch.command.command import CommandError
 from torchx_monarch.command.rank_command import names_torchrun, rank_command
 from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
-from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.host_spec import (
     HostSpec,
     parse_duration,

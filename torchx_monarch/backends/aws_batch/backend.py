@@ -24,11 +24,10 @@ from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 from torchx_monarch.backends.aws_batch import request, snapshot
 from torchx_monarch.backends.aws_batch.request import AWSBatchOpts, BatchJob, check_app, check_options
 from torchx_monarch.backends.aws_batch.snapshot import BatchSnapshot, Results
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, CheckResult, LogQuery
 from torchx_monarch.backends.core.errors import BackendError, SubmittedAlreadyError
 from torchx_monarch.backends.core.snapshot import Outcome, TimedLine
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.host_result import verified
 from torchx_monarch.model.state import State
 

@@ -28,7 +28,7 @@ from torchx_monarch.backends.batch.job_list import JobList
 from torchx_monarch.backends.batch.options import SubmitOpts
 from torchx_monarch.backends.batch.snapshot import BatchSnapshot, QueuedJob, has_ended, read_app
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, CheckResult, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import (
     BackendError,
     RemoveError,
@@ -44,7 +44,6 @@ from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.folder import remove_app
 from torchx_monarch.backends.local.supervision import RoleRequest
 from torchx_monarch.insight import events
-from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.env_names import JOB_VARIABLES
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State

@@ -24,7 +24,6 @@ from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, run_o
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, TimedLine
 from torchx_monarch.backends.core.snapshot import LogQuery as LogQuery
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.env_names import replica0_variable
 
 Cfg = Mapping[str, CfgVal]
@@ -79,6 +78,30 @@ class Capabilities:
     supervises: bool = False
     needs_owner: bool = False
     needs_image: bool = False
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The result of one check of ``torchx monarch doctor``.
+
+    Attributes:
+        value: what was found; empty if nothing was.
+        advice: why jobs cannot run, and how to fix it; empty if nothing is wrong.
+    """
+
+    what: str
+    value: str = ""
+    advice: str = ""
+
+    @property
+    def level(self) -> str:
+        """``ok`` or ``fail``."""
+        return "fail" if self.advice else "ok"
+
+    def line(self) -> str:
+        """Return the result as one line of text."""
+        found = "; ".join(filter(None, (self.value, self.advice)))
+        return f"{self.level:4}  {self.what}: {found}"
 
 
 class Backend(abc.ABC, Generic[O, R, S]):

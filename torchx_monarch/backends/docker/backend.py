@@ -22,7 +22,7 @@ from torchx.specs import AppDef
 from torchx.workspace import WorkspaceMixin
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, CheckResult, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome, TimedLine, seconds
 from torchx_monarch.backends.core.state import HOST_EXTRA
@@ -31,7 +31,6 @@ from torchx_monarch.backends.docker import native
 from torchx_monarch.backends.docker.native import DaemonError, answering, map_concurrently
 from torchx_monarch.backends.docker.request import LABEL_APP, DockerOpts, render
 from torchx_monarch.backends.docker.snapshot import DockerSnapshot, add_files, build, describe_removed, read_results
-from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.state import State
 

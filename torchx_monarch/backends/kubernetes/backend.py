@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from torchx.specs import AppDef
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, CheckResult, LogQuery, read_undamaged
 from torchx_monarch.backends.core.snapshot import Outcome, TimedLine, nanoseconds
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.kubernetes import request, snapshot
@@ -34,7 +34,6 @@ from torchx_monarch.backends.kubernetes.request import (
     render_app,
 )
 from torchx_monarch.backends.kubernetes.snapshot import DEADLINE, AppObjects, Attempt, KubernetesSnapshot
-from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.state import State
 
 _LOG_POLL = 0.5

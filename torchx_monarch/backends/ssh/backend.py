@@ -14,7 +14,7 @@ from typing import Any
 
 from torchx.specs import AppDef
 
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, CheckResult, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import SubmitError, SubmittedAlreadyError, UserError
 from torchx_monarch.backends.core.options import check_queue
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot, TimedLine
@@ -32,7 +32,6 @@ from torchx_monarch.backends.ssh.native import (
 )
 from torchx_monarch.backends.ssh.request import SshOpts, SshRequest, parse_hosts, render
 from torchx_monarch.model import codec
-from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
 from torchx_monarch.model.state import State
 
