@@ -138,8 +138,18 @@ def known_fields(data: dict[str, Any], traceback_bytes: int = TRACEBACK_BYTES) -
 
 
 _SHORT = (
-    *("errorCode", "timestamp", "raised_at", "began", "joined", "consequence", "replica", "log"),
-    *("rank_restarts", "final", "restarts", "ended"),
+    "errorCode",
+    "timestamp",
+    "raised_at",
+    "began",
+    "joined",
+    "consequence",
+    "replica",
+    "log",
+    "rank_restarts",
+    "final",
+    "restarts",
+    "ended",
 )
 
 
