@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import os
 import random
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,37 +21,50 @@ from tests.waits import until
 
 _PROGRAM = Path(__file__).with_name("checkpoint_training.py")
 _STEPS = 10
+PHASES = "step", "save", "saved", "left"
 
 
 class Training:
-    """``checkpoint_training`` on hosts of two ranks each."""
+    """``checkpoint_training`` on hosts of two ranks each; with ``fewest`` on so many hosts at least."""
 
     def __init__(
         self,
         folder: Path,
         *words: str,
         hosts: int = 2,
+        fewest: int = 0,
         spares: int = 0,
         options: tuple[str, ...] = (),
-        make: Callable[..., Hosts] = Hosts,
+        make: Callable[..., Any] = Hosts,
     ) -> None:
         self.size = 2 * hosts
         (said := folder / "said").mkdir(exist_ok=True)
         self.said = said
         command = torchrun(str(_PROGRAM), str(said), str(_STEPS), *words, nnodes=hosts, restarts=9)
+        if fewest:
+            command[1:1] = ["--rdzv-conf", "last_call_timeout=1"]
+            command[command.index("--nnodes") + 1] = f"{fewest}:{hosts}"
         self.hosts = make(folder, command, hosts + spares, options=(*NO_PRELOAD, *options)).start()
 
-    def memories(self) -> list[Path]:
-        """Wait until all ranks wait; return the folder in memory of each."""
-        ranks = range(self.size)
-        until(lambda: all((self.said / f"waits_{rank}").exists() for rank in ranks), "all ranks to wait")
-        return [Path((self.said / f"waits_{rank}").read_text().split()[1]) for rank in ranks]
+    def memories(self, again: bool = False) -> list[Path]:
+        """Wait until all ranks wait; return the folder in memory of each. ``again``: they are to wait once more."""
+        waits = [self.said / f"waits_{rank}" for rank in range(self.size)]
+        until(lambda: all(path.exists() for path in waits), lambda: f"all ranks to wait: {self.hosts.err()}")
+        found = [Path(path.read_text().split()[1]) for path in waits]
+        for path in waits if again else ():
+            path.unlink()
+        return found
 
-    def until_copied(self, step: int) -> None:
-        """Wait until each host has a copy of what another one has of a checkpoint."""
-        copies = [f"copy_{step}_0_{rank // 2}/step_{step}/rank_{rank}" for rank in range(self.size)]
+    def until_copied(self, *steps: int) -> None:
+        """Wait until two hosts have each part of a checkpoint, that of one of these steps."""
         folders = {*self.memories()}
-        until(lambda: all(any((folder / copy).exists() for folder in folders) for copy in copies), "the copies")
+
+        def is_copied(step: int) -> bool:
+            found = [path for folder in folders for path in folder.glob(f"[cg]*_{step}_*/step_{step}/rank_?")]
+            hosts = collections.Counter(name for name, _ in {(path.name, path.parents[2]) for path in found})
+            return min(hosts.values(), default=0) > 1 and len(hosts) == int(found[0].read_text().split()[-1])
+
+        until(lambda: any(map(is_copied, steps)), "the copies")
 
     def kill(self, rank: int) -> None:
         os.kill(int((self.said / f"waits_{rank}").read_text().split()[0]), signal.SIGKILL)
@@ -56,14 +72,55 @@ class Training:
     def finish(self, only_rank_0: bool = False) -> list[str]:
         """Wait for the end; check the weights, and that no step was done a third time; return what rank 0 has done."""
         assert set(self.hosts.wait()) <= {0, -signal.SIGKILL}, self.hosts.err()
-        ended = [(self.said / f"end_{rank}").read_text() for rank in range(self.size)]
-        assert ended == [str(weight) for weight in checkpoint_training.undisturbed(self.size, _STEPS, only_rank_0)]
-        return (self.said / "done_0").read_text().splitlines()
+        done = (self.said / "done_0").read_text().splitlines()
+        attempts = [(int(line.split()[3]), int(line.split()[-1])) for line in done if line.startswith("attempt")]
+        attempts.insert(0, (0, attempts[0][1]))  # in a job before
+        expected = checkpoint_training.replayed(attempts, _STEPS, only_rank_0)
+        assert len(expected) == self.size
+        assert [int((self.said / f"end_{rank}").read_text()) for rank in range(self.size)] == expected
+        return done
 
 
 def begins(done: list[str]) -> list[int]:
     """The steps with which the attempts began."""
     return [int(line.split()[3]) for line in done if line.startswith("attempt")]
+
+
+def change_sizes(
+    folder: Path, sizes: Sequence[int], draw: random.Random, returns: bool = False, **more: Any
+) -> list[str]:
+    """Train on these numbers of hosts, of which some are lost or come at random moments; check the end.
+
+    Args:
+        returns: whether a host that was lost comes again by itself.
+    """
+    steps = sorted(draw.sample(range(1, _STEPS - 1), len(sizes) - 1))
+    losses, words = 0, []
+    for (count, next_count), step in zip(itertools.pairwise(sizes), steps, strict=True):
+        words += ["--kill", f"{losses}:wait{2 * count}:{step}:{draw.choice(PHASES)}"]
+        losses += next_count < count
+    training = Training(folder, *words, hosts=max(sizes), fewest=1, **more)
+    present, lost = {*range(1, max(sizes))}, list[int]()
+    for (count, next_count), step in zip(itertools.pairwise(sizes), steps, strict=True):
+        training.size = 2 * count
+        if next_count > count and returns:
+            present.add(lost.pop())
+            continue
+        if count > 1:
+            training.until_copied(step, step - 1)
+        training.memories(again=True)
+        if next_count > count:
+            present.add(replica := lost.pop())
+            training.hosts.start(replica)
+        else:
+            lost.append(draw.choice(sorted(present)))
+            present.remove(lost[-1])
+            training.hosts.lose(lost[-1])
+    training.size = 2 * sizes[-1]
+    done = training.finish()
+    repeated = [line for line in done if line.isdecimal()]
+    assert len(repeated) - len({*repeated}) <= len(sizes) - 1
+    return done
 
 
 @pytest.mark.parametrize(
@@ -129,9 +186,8 @@ def test_all_hosts_have_what_rank_0_alone_has_saved(folder: Path) -> None:
 def test_kills_at_random_moments(folder: Path, seed: int) -> None:
     draw = random.Random(seed)
     hosts = draw.choice((1, 2, 4))
-    phases = "step", "save", "saved", "left"
     kills = [
-        f"{at}:{draw.randrange(2 * hosts)}:{draw.randint(2 * at, 2 * at + 1)}:{draw.choice(phases)}" for at in range(4)
+        f"{at}:{draw.randrange(2 * hosts)}:{draw.randint(2 * at, 2 * at + 1)}:{draw.choice(PHASES)}" for at in range(4)
     ]
     training = Training(folder, *(word for kill in kills for word in ("--kill", kill)), hosts=hosts)
     done = training.finish()
@@ -148,3 +204,10 @@ def test_hosts_are_killed_at_random_moments(folder: Path, seed: int) -> None:
     training.memories()
     training.hosts.lose(draw.randrange(1, 3))
     training.finish()
+
+
+@pytest.mark.nightly(reason="changes of the number of hosts at random moments")
+@pytest.mark.parametrize("seed", range(60))
+def test_hosts_are_lost_and_come_at_random_moments(folder: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    change_sizes(folder, draw.choice(((2, 1), (2, 1, 2), (3, 2, 1), (3, 2, 3, 2), (2, 1, 2, 1), (4, 3, 4, 3, 2))), draw)

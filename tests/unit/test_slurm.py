@@ -139,15 +139,16 @@ def test_groups_share_an_allocation_that_goes_on_without_a_lost_node(runner: Run
         dryrun(runner, groups)
 
 
-def test_roles_with_spare_nodes_share_an_allocation(runner: Runner) -> None:
-    both = app()
+@pytest.mark.parametrize("spares", [0, 1])
+def test_roles_that_can_lose_nodes_share_an_allocation(runner: Runner, spares: int) -> None:
+    both = app(min_replicas=None if spares else 1)
     both.roles[1] = replace(both.roles[0], name="reader")
-    spared = dryrun(runner, both, spares=1)
+    spared = dryrun(runner, both, spares=spares)
     ((command,), (_, reader)) = spared.commands, spared.roles
-    assert "--nodes=6" in command and "--no-kill" in command and ":" not in command
-    assert reader.srun["relative"] == "3" and "--het-group" not in str(spared.step(1))
+    assert f"--nodes={4 + 2 * spares}" in command and "--no-kill" in command and ":" not in command
+    assert reader.srun["relative"] == f"{2 + spares}" and "--het-group" not in str(spared.step(1))
     both.roles[1].resource = Resource(cpu=4, gpu=2, memMB=2048)
-    assert ":" in dryrun(runner, both, spares=1).commands[0]
+    assert ":" in dryrun(runner, both, spares=spares).commands[0]
 
 
 def test_requeue_follows_max_retries_unless_it_is_said(runner: Runner) -> None:
@@ -454,8 +455,8 @@ def test_a_job_that_is_queued_again_after_a_failure_runs(
     assert job.load_ending() is None
 
 
-@pytest.mark.parametrize("more", [{}, {"min_groups": 0, "spares": 1}])
-def test_a_group_or_a_role_with_spares_whose_node_was_lost_has_failed_though_the_job_runs(
+@pytest.mark.parametrize("more", [{}, {"min_groups": 0, "replicas": 2, "min_replicas": 1}])
+def test_a_group_or_an_elastic_role_whose_node_was_lost_has_failed_though_the_job_runs(
     more: dict[str, int], runner: Runner, job: JobFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")

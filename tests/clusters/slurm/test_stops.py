@@ -14,74 +14,20 @@ import pytest
 from torchx.specs import AppState
 
 from tests.clusters.slurm.apps import Apps
+from tests.contract.stops import StoppedJob
 from tests.waits import WITHIN
 
-#: Ranks of unequal speed, which wait for each other at every EACH-th step. STUCK does not come to the one after 5 more.
-TRAIN = """
-    import os, sys, time, torchx_monarch as tm
-    folder, each, stuck = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    saved = f"{folder}/saved"
-    start = int(open(saved).read()) if os.path.exists(saved) else 0
-    done = open(f"{folder}/done_{rank}", "a", buffering=1)
-    for step in tm.steps(range(start, 1_000_000)):
-        if rank == stuck and step == start + 5:
-            time.sleep(1000)
-        time.sleep(0.02 * (1 + rank % 3))
-        if step % each == 0:
-            open(f"{folder}/{step}.{rank}", "w").close()
-            while not all(os.path.exists(f"{folder}/{step}.{other}") for other in range(world)):
-                time.sleep(0.005)
-        print(step, file=done)
-    if rank == 0:
-        with open(f"{saved}.new", "w") as file:
-            file.write(str(step + 1))
-        os.rename(f"{saved}.new", saved)
-    print("saved", rank, step + 1, flush=True)
-"""
 
-RANKS = range(4)
+class Job(StoppedJob):
+    """A job that Slurm queues again. The seconds of ``signal`` include those between two looks of Slurm at the time."""
 
+    place: Apps
 
-class Job:
-    """A job that goes on after each stop, with a folder of its own.
-
-    Args:
-        stuck: the rank that does not come to a step; -1 for none.
-    """
-
-    def __init__(self, apps: Apps, folder: Path, each: int, stuck: int = -1) -> None:
-        folder.mkdir()
-        self.apps, self.folder, self.saved, self._stuck = apps, folder, 0, stuck
-        self._role = apps.torchrun(apps.program(TRAIN), str(folder), str(each), str(stuck))
-        self.submit()
-
-    def submit(self) -> None:
-        self.handle = self.apps.run(self._role, requeue=True, signal="B:TERM@100", grace=30 if self._stuck < 0 else 5)
-
-    @property
-    def id(self) -> str:
-        return self.handle.rpartition("/")[2]
-
-    def steps(self, rank: int) -> list[int]:
-        path = self.folder / f"done_{rank}"
-        return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def until_trains(self, steps: int) -> None:
-        """Wait until all ranks have done some steps since the last start."""
-        self.apps.until(
-            lambda: all(len(self.steps(rank)) >= self.saved + steps for rank in RANKS), "steps", self.handle
-        )
+    def __init__(self, apps: Apps, folder: Path, each: int, stuck: int = -1, grace: int = 30) -> None:
+        super().__init__(apps, folder, each, stuck, role={}, requeue=True, signal="B:TERM@100", grace=grace)
 
     def until_queued(self) -> None:
-        self.apps.until(lambda: self.apps.slurm_state(self.id) == "PENDING", "the queue", self.handle)
-
-    def check(self) -> None:
-        """Check that all ranks have ended at the step that is saved, and have done each step once."""
-        before, self.saved = self.saved, int((self.folder / "saved").read_text())
-        assert self.saved > before, self.apps.everything(self.handle)
-        for rank in RANKS:
-            assert self.steps(rank) == [*range(self.saved)], f"rank {rank}: {self.apps.everything(self.handle)}"
+        self.place.until(lambda: self.place.slurm_state(self.id) == "PENDING", "the queue", self.handle)
 
 
 def scontrol(*words: str) -> None:
@@ -112,7 +58,7 @@ def put_back(jobs: Sequence[Job]) -> None:
 
 
 def preempt(jobs: Sequence[Job]) -> None:
-    nodes = len(jobs[0].apps.cluster.nodes)
+    nodes = len(jobs[0].place.cluster.nodes)
     words = ["sbatch", "--parsable", "-p", "urgent", "--exclusive", f"-N{nodes}", "-o", "/dev/null", "--wrap=sleep 900"]
     urgent = subprocess.run(words, capture_output=True, text=True, check=True, timeout=WITHIN).stdout.strip()
     try:
@@ -124,12 +70,12 @@ def preempt(jobs: Sequence[Job]) -> None:
 
 def cancel_save(jobs: Sequence[Job]) -> None:
     """Cancel jobs, and submit them again."""
-    words = (*jobs[0].apps.client("")[0], sys.executable, "-m", "torchx.cli.main", "cancel", "--save")
+    words = (*jobs[0].place.client("")[0], sys.executable, "-m", "torchx.cli.main", "cancel", "--save")
     commands = [subprocess.Popen([*words, job.handle], stderr=subprocess.PIPE, text=True) for job in jobs]
     for job, command in zip(jobs, commands, strict=True):
         said = command.communicate(timeout=WITHIN)[1]
         assert "saved" in said and command.returncode == 0, said
-        job.apps.wait(job.handle, AppState.CANCELLED)
+        job.place.wait(job.handle, AppState.CANCELLED)
         job.submit()
 
 
@@ -149,7 +95,7 @@ def test_no_step_is_done_twice(apps: Apps, tmp_path: Path, seed: int) -> None:
             for job in jobs:
                 job.until_queued()
         for job in jobs:
-            job.check()
+            job.until_saved()
         if stop is not cancel_save:
             start_soon(jobs)
         print(time.strftime("%X"), stop.__name__, [job.saved for job in jobs])
@@ -158,7 +104,7 @@ def test_no_step_is_done_twice(apps: Apps, tmp_path: Path, seed: int) -> None:
 @pytest.mark.nightly("the same for each kind of stop; test_a_rank_that_does_not_come has one on this machine")
 def test_a_rank_that_does_not_come_is_ended_and_named(apps: Apps, tmp_path: Path) -> None:
     stops = [stop for stop in KINDS if stop is not put_back]  # Slurm's KillWait is shorter than the grace period
-    jobs = {stop: Job(apps, tmp_path / stop.__name__, 1000, stuck=3) for stop in stops}
+    jobs = {stop: Job(apps, tmp_path / stop.__name__, 1000, stuck=3, grace=5) for stop in stops}
     for job in jobs.values():
         job.until_trains(5)
     for stop, job in jobs.items():

@@ -196,7 +196,7 @@ class BatchStep:
                 del self._steps[pid]
                 spec, code = self._request.roles[index].spec, os.waitstatus_to_exitcode(status)
                 self._event("role_ended", f"role {spec.name} ended with code {code}", role=spec.name, exit_code=code)
-                if spec.min_groups or spec.spares:
+                if spec.min_groups or spec.is_elastic:
                     self._record_losses(spec)
 
     def _record_losses(self, spec: RoleSpec) -> None:

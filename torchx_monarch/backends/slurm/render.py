@@ -111,16 +111,16 @@ def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) 
 
 
 def _share_allocation(roles: Sequence[SlurmRole]) -> dict[str, str | None]:
-    """Have groups, or roles with spare hosts, run on nodes of one allocation, and other roles beside the first group.
+    """Have groups, or elastic roles, run on nodes of one allocation, and other roles beside the first group.
 
     Slurm 22.05 ends a job of components with any node of it, whatever ``--no-kill`` says (``Killing JobId=1+0(1) on
     failed node n3`` in the log of slurmctld). A job without components loses the node alone.
 
     Returns:
-        the options of the allocation; empty if the roles are components: one lacks spare hosts, or asks for others.
+        the options of the allocation; empty if the roles are components: one is not elastic, or asks for others.
     """
     groups = [role for role in roles if role.spec.min_groups]
-    sharing = groups or (roles if len(roles) > 1 and all(role.spec.spares for role in roles) else ())
+    sharing = groups or (roles if len(roles) > 1 and all(role.spec.is_elastic for role in roles) else ())
     if not sharing:
         return {}
     options = {**sharing[0].sbatch, "nodes": str(sum(role.spec.replicas for role in sharing)), "no-kill": None}
@@ -184,8 +184,8 @@ def _role(role: Role, spec: RoleSpec, gres: str | None, cfg: SlurmOpts, job: str
         sbatch["cpus-per-task"] = srun["cpus-per-task"] = str(int(resource.cpu))
     if resource.memMB > 0 and not cfg.nomem:
         sbatch["mem"] = srun["mem"] = str(resource.memMB)
-    if spec.spares:
-        # A job goes on without a node that has failed: a spare one takes its place.
+    if spec.is_elastic:  # which it is with spare hosts
+        # The job goes on without a node that has failed.
         sbatch["no-kill"] = srun["no-kill"] = None
     if gres:
         sbatch["gres"] = srun["gres"] = gres
