@@ -6,13 +6,15 @@ from __future__ import annotations
 import io
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torchx.specs import AppDef, Role
 
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.options import compiled
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.client.run import Collector
-from torchx_monarch.insight.log_lines import LineParser, LogLine, is_coloured, is_terminal
+from torchx_monarch.insight.log_lines import LineParser, LogLines, is_coloured, is_terminal
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.log_display import show_lines
@@ -60,6 +62,25 @@ def test_in_a_pipe_a_line_has_a_short_prefix_and_no_control_sequence() -> None:
 )
 def test_of_a_progress_bar_the_last_state_is_shown(pieces: list[str], lines: list[str]) -> None:
     assert shown(app("--tee", "3", "--role", "d"), *pieces) == lines
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["", "[d0]:", "[d1]:", "[d01]:", "[monarch] ", "[x2]:", "[d0]:[continued] "]),
+            st.sampled_from(["a", "[d1]:b", "c\r", "\r 5%", "\r ", "", "\x85[d0]:\u2028"]),
+        ),
+        min_size=1,
+    ),
+    st.sampled_from([("--tee", "3"), ("--tee", "1"), ("--tee", "0")]),
+    st.sampled_from(["", "5", r"^\[1\] "]),
+)
+def test_lines_that_come_together_are_shown_as_those_that_come_alone(
+    parts: list[tuple[str, str]], tee: tuple[str, str], regex: str
+) -> None:
+    lines = [f"{prefix}{text}\n" for prefix, text in parts]
+    found = [shown(app(*tee, "--role", "d"), *pieces, regex=regex) for pieces in (lines, ["".join(lines)])]
+    assert "".join(found[0]) == "".join(found[1])
 
 
 def test_lines_with_a_prefix_of_the_users_are_shown_as_they_are() -> None:
@@ -130,7 +151,7 @@ def test_exec_names_every_rank_on_a_terminal(
     ],
 )
 def test_the_prefix_names_the_rank(role_name: str, line: str, rank: int | None, plain: str) -> None:
-    parsed = LineParser(role_name).parse(line)
+    (parsed,) = LineParser(role_name).parse(line)
     assert parsed.rank == rank
     assert parsed.plain() == plain
     assert parsed.on_terminal(coloured=False) == plain
@@ -145,21 +166,21 @@ def test_the_prefix_names_the_rank(role_name: str, line: str, rank: int | None, 
     ],
 )
 def test_what_a_program_may_have_written_stays(parser: LineParser, line: str, rank: int | None) -> None:
-    parsed = parser.parse(line)
+    (parsed,) = parser.parse(line)
     assert (parsed.rank, parsed.plain(), parsed.on_terminal(coloured=False)) == (rank, line, line)
 
 
 def test_time_is_utc_in_files_and_local_on_a_terminal() -> None:
-    line = LogLine("text\n", "[1] ", 1, 1795368530.1239)
+    line = LogLines("text\n", "[1] ", 1, 1795368530.1239)
     assert line.plain() == "2026-11-22T17:28:50.123Z [1] text\n"
     assert line.on_terminal(coloured=False).endswith(":50.123 [1] text\n")
 
 
 def test_each_rank_has_a_colour_of_its_own() -> None:
-    shown = [LineParser("r").parse(f"[r{rank}]:text").on_terminal(coloured=True) for rank in range(9)]
+    shown = [line.on_terminal(True) for rank in range(9) for line in LineParser("r").parse(f"[r{rank}]:text")]
     assert len({text.partition("[")[2].partition("m")[0] for text in shown}) == 9
     assert all(text.endswith("\x1b[0mtext") for text in shown)
-    assert LineParser().parse("text").on_terminal(coloured=True) == "text"
+    assert [line.on_terminal(True) for line in LineParser().parse("text")] == ["text"]
 
 
 def test_colours_are_for_terminals_that_want_them(terminal: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from torchx.specs import AppDef, Role
 
 from tests.waits import WITHIN
-from torchx_monarch.backends.core.snapshot import AppSnapshot, LogQuery, ReplicaSnapshot, RoleSnapshot, TimedLine
+from torchx_monarch.backends.core.snapshot import AppSnapshot, LogQuery, ReplicaSnapshot, RoleSnapshot, TimedLines
 from torchx_monarch.cli import logs
 from torchx_monarch.cli.logs import LogMerge
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_files, log_reader
 from torchx_monarch.system import safe_files
-from torchx_monarch.system.line_output import CONTINUED
+from torchx_monarch.system.line_output import CONTINUED, lines_of
 
 
 @pytest.fixture
@@ -39,12 +39,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def read(folder: Path, stream: str = "", since: float | None = None, until: float | None = None) -> list[str]:
-    return [line.text for line in read_timed(folder, stream, since, until)]
+    return [text for lines in read_timed(folder, stream, since, until) for text in lines_of(lines.text)]
 
 
 def read_timed(
     folder: Path, stream: str = "", since: float | None = None, until: float | None = None, tail: int = 0
-) -> list[TimedLine]:
+) -> list[TimedLines]:
     return list(
         log_reader.lines(
             str(folder),
@@ -102,7 +102,7 @@ def test_the_last_lines_of_a_log(tmp_path: Path, lengths: list[int], is_ended: b
     if lines and not is_ended:
         lines[-1] = lines[-1][:-1]
     (tmp_path / "combined.log").write_text("".join(lines))
-    assert [line.text for line in read_timed(tmp_path, tail=tail)][-tail:] == lines[-tail:]
+    assert lines_of("".join(found.text for found in read_timed(tmp_path, tail=tail)))[-tail:] == lines[-tail:]
 
 
 @given(
@@ -201,7 +201,8 @@ out.close()
 @given(st.lists(st.lists(st.integers(0, 50)), max_size=5))
 def test_lines_are_merged_by_time(logs: list[list[int]]) -> None:
     sources = {
-        index: [TimedLine(float(time), f"{index} {time}") for time in sorted(times)] for index, times in enumerate(logs)
+        index: [TimedLines(float(time), f"{index} {time}") for time in sorted(times)]
+        for index, times in enumerate(logs)
     }
     found = list(LogMerge(sources, follow=False))
     assert [line.time for _, line in found] == sorted(time for times in logs for time in times)
@@ -210,19 +211,19 @@ def test_lines_are_merged_by_time(logs: list[list[int]]) -> None:
 
 
 def test_a_line_without_time_stays_behind_the_one_before_it() -> None:
-    first = [TimedLine(1.0, "a"), TimedLine(0.0, "b"), TimedLine(3.0, "c")]
-    found = [line.text for _, line in LogMerge({"x": first, "y": [TimedLine(2.0, "d")]}, follow=False)]
+    first = [TimedLines(1.0, "a"), TimedLines(0.0, "b"), TimedLines(3.0, "c")]
+    found = [line.text for _, line in LogMerge({"x": first, "y": [TimedLines(2.0, "d")]}, follow=False)]
     assert found == ["a", "b", "d", "c"]
 
 
 def test_a_followed_log_that_is_silent_holds_no_other_up() -> None:
     go_on = threading.Event()
 
-    def silent() -> Iterator[TimedLine]:
+    def silent() -> Iterator[TimedLines]:
         assert go_on.wait(60)
-        yield TimedLine(9.0, "late")
+        yield TimedLines(9.0, "late")
 
-    others, read = [TimedLine(1.0, "a"), TimedLine(2.0, "b")], list[tuple[str, TimedLine]]()
+    others, read = [TimedLines(1.0, "a"), TimedLines(2.0, "b")], list[tuple[str, TimedLines]]()
 
     def idle() -> None:
         if len(read) == 2:  # a busy machine may run the thread of the other late
@@ -230,12 +231,12 @@ def test_a_followed_log_that_is_silent_holds_no_other_up() -> None:
 
     for line in LogMerge({"silent": silent(), "other": others}, follow=True, on_idle=idle):
         read.append(line)
-    assert read == [*(("other", line) for line in others), ("silent", TimedLine(9.0, "late"))]
+    assert read == [*(("other", line) for line in others), ("silent", TimedLines(9.0, "late"))]
 
 
 def test_an_error_of_a_log_is_raised() -> None:
-    def broken() -> Iterator[TimedLine]:
-        yield TimedLine(1.0, "a")
+    def broken() -> Iterator[TimedLines]:
+        yield TimedLines(1.0, "a")
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
@@ -249,9 +250,9 @@ def test_the_last_lines_of_a_rank_are_looked_for_until_there_are_enough(
     texts = [f"[r{int(number > 2)}]:line {number}\n" for number in range(40_000)]
     tails: list[int] = []
 
-    def replica_log(*_: object, tail: int, **__: object) -> Iterator[TimedLine]:
+    def replica_log(*_: object, tail: int, **__: object) -> Iterator[TimedLines]:
         tails.append(tail)
-        yield from (TimedLine(1.0, text) for text in texts[-tail:])
+        yield from (TimedLines(1.0, text) for text in texts[-tail:])
 
     role = Role("r", "image", entrypoint="torchrun", args=["--role=r", "--tee=3", "--nproc-per-node=2", "x.py"])
     app = AppSnapshot("a", "a", [RoleSnapshot(RoleSpec("r"), [ReplicaSnapshot("r", 0, State.SUCCEEDED)])])
@@ -266,8 +267,8 @@ def test_the_last_lines_of_a_rank_are_looked_for_until_there_are_enough(
     logs.run(argparse.Namespace(handle="s://x/a", rank=[range(1, 2)], tail=1, **dict.fromkeys(names)))
     assert capsys.readouterr().out == "[1] line 39999\n"
     assert tails == [1002, 16_032, 256_512, 256_512, 1001, 1001]
-    old = [TimedLine(1.0, f"[r0]:{text}\n") for text in "abc"]
-    late = [TimedLine(9e9, "[r0]:d\n"), TimedLine(1.0, "[r0]:e\n")]  # after the command has begun
+    old = [TimedLines(1.0, f"[r0]:{text}\n") for text in "abc"]
+    late = [TimedLines(9e9, "[r0]:d\n"), TimedLines(1.0, "[r0]:e\n")]  # after the command has begun
     scheduler.apps.replica_log, status.state = lambda *_, **__: iter([*old, *late]), State.RUNNING
     logs.run(argparse.Namespace(handle="s://x/a", tail=2, **dict.fromkeys((*names, "rank")) | {"follow": True}))
     assert capsys.readouterr().out == "".join(f"[0] {text}\n" for text in "bcde")

@@ -44,6 +44,7 @@ from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_ssh
 from torchx_monarch.supervisor import log_files, log_reader
 from torchx_monarch.supervisor.replica import ReplicaRecord
+from torchx_monarch.system.line_output import lines_of
 
 
 @pytest.fixture
@@ -398,7 +399,7 @@ def test_a_followed_log_loses_nothing_when_its_connection_does(monkeypatch: pyte
     layout = Layout([["a"]])
     app = cast(Any, SimpleNamespace(app_id="x@a", layout=layout, roles=[RoleSnapshot(RoleSpec("trainer"), [])]))
     query = LogQuery[SshSnapshot](tail=1, follow=True, has_ended=lambda: not texts)
-    shown = [line.text for line in SshBackend().read_log(app, "trainer", 0, query)]
+    shown = [text for lines in SshBackend().read_log(app, "trainer", 0, query) for text in lines_of(lines.text)]
     assert (shown[:1], shown[-3:]) == (["last\n"], ["new 1\n", "new 2\n", "new 3\n"])
     assert "early\n" + "".join(shown) == log.read_bytes().decode() and len(shown) > 15
 

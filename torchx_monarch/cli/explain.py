@@ -156,8 +156,8 @@ def _output(job: JobReader, facts: JobFacts) -> str:
     named = HostResult.from_text(first.error).replica
     number = named if any((replica.role, replica.id) == (first.role, named) for replica in replicas) else first.id
     try:
-        lines = job.scheduler.apps.replica_log(facts.app, first.role, number, tail=_LOG_LINES)
-        return "".join(line.text for line in lines)
+        log = job.scheduler.apps.replica_log(facts.app, first.role, number, tail=_LOG_LINES)
+        return "".join(lines.text for lines in log)
     except BackendError:
         return ""
 

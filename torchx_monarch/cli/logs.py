@@ -11,34 +11,32 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Generic, TypeVar
 
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.backends.core.snapshot import AppSnapshot, TimedLine
+from torchx_monarch.backends.core.snapshot import AppSnapshot, TimedLines
 from torchx_monarch.cli.arguments import add_handle, rank_list, since
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import print_record
 from torchx_monarch.client.hosts import say
 from torchx_monarch.command.rank_command import rank_command
-from torchx_monarch.insight.log_lines import LastStates, LogLine, is_coloured, is_terminal
+from torchx_monarch.insight.log_lines import LogLines, ShownLines, is_coloured, is_terminal
 from torchx_monarch.insight.stacks import rank_ranges
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.schedulers.log_display import parser_of
-from torchx_monarch.system.line_output import LineOutput
+from torchx_monarch.system.line_output import LineOutput, lines_of
 from torchx_monarch.system.processes import raise_file_limit
 from torchx_monarch.system.untrusted_text import one_line
 
 Source = tuple[str, int]
 """The name of a role, and the id of one of its replicas."""
 
-_Line = tuple[Source, float, LogLine]
-"""A line, and when it was written, in seconds since the epoch; 0 if that is not known."""
-
 PATIENCE = 0.5
 """Seconds that lines of other logs wait for a log that is followed and silent."""
 
-_HELD = 1000
-"""Lines of one log that are read ahead."""
+_HELD = 1 << 24
+"""Characters that are read ahead, of all logs together."""
 
 _PAUSE = 0.001
 """Seconds between two looks of a thread whether there is room for more."""
@@ -75,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
         if args.rank is not None:
             _check_ranks(app, roles, args)
 
-        def open_logs(tail: int, follow: bool) -> dict[Source, Iterator[TimedLine]]:
+        def open_logs(tail: int, follow: bool) -> dict[Source, Iterator[TimedLines]]:
             query = {"since": args.since, "tail": tail, "ranks": args.rank or (), "follow": follow}
             places = [(replica.role, replica.id) for replica in app.replicas if replica.role in roles]
             return {place: _readable(job.scheduler.apps.replica_log(app, *place, **query)) for place in places}
@@ -83,22 +81,22 @@ def run(args: argparse.Namespace) -> None:
         counted = _Printer(app, timestamps=True, as_json=True)
         logs = open_logs(_tail(open_logs, counted, args), follow := args.follow and not status.state.is_terminal)
         printer = _Printer(app, args.timestamps, args.json)
-        held: deque[_Line] | None = None if args.tail is None else deque(maxlen=args.tail)
+        held: deque[tuple[Source, LogLines]] | None = None if args.tail is None else deque(maxlen=args.tail)
         """The last lines of those that were written before this command began; None once they are shown."""
 
         def show_held() -> None:
             nonlocal held
             lines, held = held or (), None
-            for line in lines:
-                printer.show(line)
+            for source, line in lines:
+                printer.show(source, line)
 
         merged = LogMerge(logs, follow, on_idle=show_held, on_wait=sys.stdout.buffer.flush)
-        for line in printer.parsed(merged, args.rank):
-            if held is not None and line[1] <= began:
-                held.append(line)
+        for source, lines in printer.parsed(merged, args.rank):
+            if held is not None and lines.time <= began:
+                held.extend((source, line) for line in lines.split())
             else:
                 show_held()
-                printer.show(line)
+                printer.show(source, lines)
         show_held()
     if args.rank is not None and not printer.has_chosen:
         hint = ". Lines name their rank with torchrun's --tee 3, which monarch.spmd sets"
@@ -126,7 +124,7 @@ def _check_ranks(app: AppSnapshot, roles: Sequence[str], args: argparse.Namespac
 
 
 def _tail(
-    open_logs: Callable[[int, bool], Mapping[Source, Iterator[TimedLine]]], printer: _Printer, args: argparse.Namespace
+    open_logs: Callable[[int, bool], Mapping[Source, Iterator[TimedLines]]], printer: _Printer, args: argparse.Namespace
 ) -> int:
     """Return how many of the last lines of each log to read for ``-n``; 0 for all.
 
@@ -136,23 +134,24 @@ def _tail(
     while tail and args.rank is not None:
         sizes = Counter[Source]()
 
-        def counted(source: Source, lines: Iterable[TimedLine], sizes: Counter[Source] = sizes) -> Iterator[TimedLine]:
-            for line in lines:
-                sizes[source] += 1
-                yield line
+        def counted(source: Source, log: Iterable[TimedLines], sizes: Counter[Source] = sizes) -> Iterator[TimedLines]:
+            for lines in log:
+                sizes[source] += len(lines_of(lines.text))
+                yield lines
 
-        logs = {source: counted(source, lines) for source, lines in open_logs(tail, False).items()}
-        chosen = sum(1 for _ in printer.parsed(LogMerge(logs, follow=False), args.rank))
+        logs = {source: counted(source, log) for source, log in open_logs(tail, False).items()}
+        merged = LogMerge(logs, follow=False)
+        chosen = sum(len(lines_of(parsed.text)) for _, parsed in printer.parsed(merged, args.rank))
         if chosen >= args.tail or max(sizes.values(), default=0) < tail:
             break
         tail *= 16
     return tail
 
 
-def _readable(lines: Iterable[TimedLine]) -> Iterator[TimedLine]:
-    """Yield lines; say it if a log does not exist any more, and go on with those of the other replicas."""
+def _readable(log: Iterable[TimedLines]) -> Iterator[TimedLines]:
+    """Yield the lines of a log; say it if a log does not exist any more, and go on with those of the other replicas."""
     try:
-        yield from lines
+        yield from log
     except UserError as error:
         say(one_line(str(error)))
 
@@ -164,49 +163,44 @@ class _Printer:
         self.has_named_ranks = self.has_chosen = False
         self._timestamps = timestamps
         self._as_json = as_json
-        parsers = {role.spec.name: parser_of(app, role.spec.name) for role in app.roles}
-        self._parsers = {(replica.role, replica.id): parsers[replica.role] for replica in app.replicas}
         self._several_roles = len(app.roles) > 1
         self._several = len(app.replicas) > 1
         self._is_terminal, self._is_coloured = is_terminal(sys.stdout), is_coloured(sys.stdout)
         self._output = LineOutput()
         self._unfinished: set[Source] = set()
         # On a terminal a progress bar moves, unless its states had a time each.
-        is_live = self._is_terminal and not timestamps and not as_json
-        self._states = {source: LastStates(parser.parse) for source, parser in self._parsers.items() if not is_live}
+        live = self._is_terminal and not timestamps and not as_json
+        parsers = {role.spec.name: parser_of(app, role.spec.name) for role in app.roles}
+        self._shown = {
+            (replica.role, replica.id): ShownLines(parsers[replica.role].parse, live) for replica in app.replicas
+        }
 
-    def parsed(self, merged: Iterable[tuple[Source, TimedLine]], ranks: Sequence[range] | None) -> Iterator[_Line]:
+    def parsed(
+        self, merged: Iterable[tuple[Source, TimedLines]], ranks: Sequence[range] | None
+    ) -> Iterator[tuple[Source, LogLines]]:
         """Parse lines; yield those of some ranks, or all if that is None."""
-        for line in self._parsed(merged):
-            _, _, parsed = line
-            self.has_named_ranks = self.has_named_ranks or parsed.rank is not None
-            if ranks is None or any(parsed.rank in rank_range for rank_range in ranks):
-                self.has_chosen = True
-                yield line
+        fed = ((source, self._shown[source].feed(lines.text, lines.time)) for source, lines in merged)
+        for source, found in chain(fed, ((source, shown.rest()) for source, shown in self._shown.items())):
+            for lines in found:
+                self.has_named_ranks = self.has_named_ranks or lines.rank is not None
+                if ranks is None or any(lines.rank in rank_range for rank_range in ranks):
+                    self.has_chosen = True
+                    yield source, lines
 
-    def _parsed(self, merged: Iterable[tuple[Source, TimedLine]]) -> Iterator[_Line]:
-        for source, line in merged:
-            if source not in self._states:
-                yield source, line.time, self._parsers[source].parse(line.text)
-            else:
-                yield from ((source, *found) for found in self._states[source].feed(line.text, line.time))
-        for source, states in self._states.items():
-            yield from ((source, *found) for found in states.rest())
-
-    def show(self, line: _Line) -> None:
-        """Print a line: with its rank, and with its replica if it has no rank and there are several replicas."""
-        source, time, parsed = line
+    def show(self, source: Source, lines: LogLines) -> None:
+        """Print lines: with their rank, and with their replica if they have no rank and there are several replicas."""
         role, replica = source
         if self._as_json:
-            place = {"time": time or None, "role": role, "replica": replica, "rank": parsed.rank}
-            print_record({**place, "text": parsed.text.rstrip("\n")})
+            place = {"time": lines.time or None, "role": role, "replica": replica, "rank": lines.rank}
+            for line in lines.split():
+                print_record({**place, "text": line.text.rstrip("\n")})
             return
-        shown = parsed._replace(time=time) if self._timestamps else parsed
+        shown = lines if self._timestamps else lines._replace(time=0.0)
         if source in self._unfinished:
-            shown = LogLine(parsed.text)
-        elif self._several_roles or (self._several and parsed.rank is None):
-            shown = shown._replace(prefix=f"{one_line(role)}/{replica} {parsed.prefix}")
-        (self._unfinished.discard if parsed.text.endswith("\n") else self._unfinished.add)(source)
+            shown = LogLines(lines.text)
+        elif self._several_roles or (self._several and lines.rank is None):
+            shown = shown._replace(prefix=f"{one_line(role)}/{replica} {lines.prefix}")
+        (self._unfinished.discard if lines.text.endswith("\n") else self._unfinished.add)(source)
         text = shown.on_terminal(self._is_coloured) if self._is_terminal else shown.plain()
         placed = self._output.place(source, text.encode(errors="surrogateescape"))
         sys.stdout.buffer.write(placed)
@@ -218,7 +212,7 @@ class LogMerge(Generic[K]):
     The threads are daemons: they end with their logs, or with this process.
 
     Args:
-        logs: the lines of each log, in order. A line without a time (0) comes directly after the one before it.
+        logs: the lines of each log, in order. Those without a time (0) come directly after the ones before them.
         follow: whether the logs are still written, so that their next lines are not waited for long.
         on_idle: called when all lines so far were yielded, and no more have come for a while.
         on_wait: called before lines are waited for.
@@ -226,7 +220,7 @@ class LogMerge(Generic[K]):
 
     def __init__(
         self,
-        logs: Mapping[K, Iterable[TimedLine]],
+        logs: Mapping[K, Iterable[TimedLines]],
         follow: bool,
         on_idle: Callable[[], None] = lambda: None,
         on_wait: Callable[[], None] = lambda: None,
@@ -235,34 +229,38 @@ class LogMerge(Generic[K]):
         self._follow = follow
         self._on_idle, self._on_wait = on_idle, on_wait
         # What the threads have read, and at the end of a log None, or why it cannot be read.
-        self._held: list[deque[TimedLine | Exception | None]] = [deque() for _ in self._keys]
+        self._held: list[deque[TimedLines | Exception | None]] = [deque() for _ in self._keys]
         self._has_come = threading.Event()  # the first line of a log of which none was held
         self._open = set(range(len(self._keys)))
         self._latest = [0.0] * len(self._keys)
+        self._room = _HELD // max(1, len(self._keys))
+        # How many characters of each log were read, and how many of them were yielded.
+        self._read_sizes, self._yielded_sizes = [0] * len(self._keys), [0] * len(self._keys)
         self._heap: list[tuple[float, int]] = []
         # Open logs of which no line was held, with the time since when, in that order.
         self._silent = dict.fromkeys(self._open, time.monotonic())
-        for index, lines in enumerate(logs.values()):
-            threading.Thread(target=self._read, args=(index, lines), name="log", daemon=True).start()
+        for index, log in enumerate(logs.values()):
+            threading.Thread(target=self._read, args=(index, log), name="log", daemon=True).start()
 
-    def _read(self, index: int, lines: Iterable[TimedLine]) -> None:
-        held, failure = self._held[index], None
+    def _read(self, index: int, log: Iterable[TimedLines]) -> None:
+        failure = None
         try:
-            for line in lines:
-                while len(held) >= _HELD:
+            for lines in log:
+                while self._read_sizes[index] - self._yielded_sizes[index] >= self._room:
                     time.sleep(_PAUSE)
-                self._put(index, line)
+                self._read_sizes[index] += len(lines.text)
+                self._put(index, lines)
         except Exception as error:
             failure = error
         self._put(index, failure)
 
-    def _put(self, index: int, item: TimedLine | Exception | None) -> None:
+    def _put(self, index: int, item: TimedLines | Exception | None) -> None:
         held = self._held[index]
         held.append(item)
         if len(held) == 1:
             self._has_come.set()
 
-    def __iter__(self) -> Iterator[tuple[K, TimedLine]]:
+    def __iter__(self) -> Iterator[tuple[K, TimedLines]]:
         while self._heap or self._open:
             if self._silent and self._take(self._timeout()):
                 continue
@@ -306,9 +304,10 @@ class LogMerge(Generic[K]):
             self._latest[index] = max(self._latest[index], first.time)
             heapq.heappush(self._heap, (self._latest[index], index))
 
-    def _pop(self) -> tuple[K, TimedLine]:
+    def _pop(self) -> tuple[K, TimedLines]:
         latest, index = heapq.heappop(self._heap)
-        line = self._held[index].popleft()
-        assert isinstance(line, TimedLine)
+        lines = self._held[index].popleft()
+        assert isinstance(lines, TimedLines)
+        self._yielded_sizes[index] += len(lines.text)
         self._next(index)
-        return self._keys[index], line if line.time == latest else line._replace(time=latest)
+        return self._keys[index], lines if lines.time == latest else lines._replace(time=latest)

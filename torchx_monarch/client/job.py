@@ -355,8 +355,8 @@ class SPMDJob(AttachedJob):
             for record in records:
                 if record["type"] == "output" and rank in (None, record["rank"]):
                     reader = readers.setdefault((record["rank"], record["stream"]), LineReader())
-                    for line in reader.feed(record["text"].encode(errors="surrogateescape")):
-                        yield line.decode(errors="replace").removesuffix("\n")
+                    for lines in reader.feed(record["text"].encode(errors="surrogateescape")):
+                        yield from lines.decode(errors="replace").removesuffix("\n").split("\n")
         for reader in readers.values():
             if rest := reader.rest():
                 yield rest.decode(errors="replace")

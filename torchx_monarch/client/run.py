@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
-import re
 import signal
 import sys
 import threading
@@ -20,10 +19,10 @@ from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.client.result import RankOutput, RunResult, rank_result
 from torchx_monarch.client.run_options import Output, check_output
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
-from torchx_monarch.insight.log_lines import LastStates, LogLine, is_coloured, is_terminal
+from torchx_monarch.insight.log_lines import LogLines, ShownLines, is_coloured, is_terminal
 from torchx_monarch.model.codec import decode
 from torchx_monarch.model.job_result import RankExit
-from torchx_monarch.system.line_output import LineOutput
+from torchx_monarch.system.line_output import LineOutput, lines_of
 from torchx_monarch.system.termination import closed_terminal_is_null, signal_of, termination
 
 _RECONNECT_FOR = 120.0
@@ -35,8 +34,6 @@ such as the second of two that come at once, and that does not interrupt the wai
 
 _RESULT_FIELDS = ("run", "exit_code", "reason", "seconds", "code", "stopped", "cause")
 """The fields of a ``RunResult`` that the record ``result`` has under the same names."""
-
-_LINES = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 class Records:
@@ -194,32 +191,28 @@ class _RankLines:
         self._is_coloured = is_coloured(stream)
         self._has_last_states = isinstance(stream, io.TextIOWrapper) and not self._is_terminal
         self._placed = LineOutput()
-        self._unfinished: set[int] = set()
-        self._states: dict[int, LastStates] = {}
+        self._lines: dict[int, ShownLines] = {}
 
     def place(self, rank: int, text: str, prefix: int) -> str:
         """Return what to write for lines, or a piece of a line, of a rank; each has a prefix of a length."""
         mark = f"[{rank}] " if prefix or self._is_terminal else ""
 
-        def parse(piece: str) -> LogLine:
-            return LogLine(piece[prefix:], mark, rank)
+        def parse(piece: str) -> list[LogLines]:
+            return [LogLines(piece[prefix:], mark, rank)]
 
+        lines = self._lines.setdefault(rank, ShownLines(parse, live=not self._has_last_states))
+        shown = "".join(self._line(found) for piece in lines_of(text) for found in lines.feed(piece))
         if self._has_last_states:
-            states = self._states.setdefault(rank, LastStates(parse))
-            return "".join(line.plain() for piece in _LINES.findall(text) for _, line in states.feed(piece))
-        shown = []
-        for piece in _LINES.findall(text):
-            shown.append(piece if rank in self._unfinished else self._line(parse(piece)))
-            (self._unfinished.discard if piece.endswith("\n") else self._unfinished.add)(rank)
-        lead = self._line(LogLine("", mark, rank)) if self._is_terminal else ""
-        placed = self._placed.place(rank, "".join(shown).encode(errors="surrogateescape"), lead.encode())
+            return shown
+        lead = self._line(LogLines("", mark, rank)) if self._is_terminal else ""
+        placed = self._placed.place(rank, shown.encode(errors="surrogateescape"), lead.encode())
         return placed.decode(errors="surrogateescape")
 
     def rest(self) -> str:
         """Return what to write at the end of the run for bars, and lines that have not ended."""
-        return "".join(line.plain() for states in self._states.values() for _, line in states.rest())
+        return "".join(found.plain() for lines in self._lines.values() for found in lines.rest())
 
-    def _line(self, line: LogLine) -> str:
+    def _line(self, line: LogLines) -> str:
         return line.on_terminal(self._is_coloured) if self._is_terminal else line.plain()
 
 

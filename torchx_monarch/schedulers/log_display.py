@@ -7,35 +7,32 @@ after each carriage return. In files and pipes progress bars are shown as their 
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import TextIO
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.command.command import Streams
 from torchx_monarch.command.rank_command import rank_command
-from torchx_monarch.insight.log_lines import LastStates, LineParser, LogLine, is_coloured, is_terminal
+from torchx_monarch.insight.log_lines import LineParser, ShownLines, is_coloured, is_terminal
 
 _TEMPLATE_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
 def show_lines(
-    app: AppSnapshot, role: str, pieces: Iterable[str], pattern: re.Pattern[str], stream: TextIO
+    app: AppSnapshot, role: str, texts: Iterable[str], pattern: re.Pattern[str], stream: TextIO
 ) -> Iterator[str]:
-    """Yield the lines of a role's log that a regular expression matches without their colours, for a stream."""
-    parser = parser_of(app, role)
-    if not is_terminal(stream):
-        states = LastStates(parser.parse)
-        found = itertools.chain((line for piece in pieces for line in states.feed(piece)), states.rest())
-        yield from filter(pattern.search, (line.plain() for _, line in found))
-        return
-    coloured, goes_on = is_coloured(stream), False
-    for piece in pieces:
-        line = LogLine(piece) if goes_on else parser.parse(piece)
-        if pattern.search(line.plain()):
-            yield line.on_terminal(coloured)
-        goes_on = not piece.endswith("\n")
+    """Yield the lines of a role's log that a regular expression matches without their colours, for a stream.
+
+    Lines that all match are yielded together if TorchX, which writes its prefix before each, prints them alike.
+    """
+    live, coloured = is_terminal(stream), is_coloured(stream)
+    shown = ShownLines(parser_of(app, role).parse, live)
+    for lines in chain((found for text in texts for found in shown.feed(text)), shown.rest()):
+        for part in lines.split() if pattern.pattern or "\r" in lines.text else [lines]:
+            if pattern.search(part.plain()):
+                yield part.on_terminal(coloured) if live else part.plain()
 
 
 def parser_of(app: AppSnapshot, role_name: str) -> LineParser:

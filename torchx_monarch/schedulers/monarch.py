@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torchx.schedulers import get_scheduler_factories
@@ -50,6 +51,7 @@ from torchx_monarch.schedulers.log_display import show_lines
 from torchx_monarch.schedulers.node_history import known_bad, record_jobs
 from torchx_monarch.schedulers.run_options import CheckedRunopts
 from torchx_monarch.system.error_files import write_for_caller
+from torchx_monarch.system.line_output import lines_of
 from torchx_monarch.system.processes import raise_file_limit
 
 if TYPE_CHECKING:
@@ -297,13 +299,13 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         streams: Stream | None = None,
     ) -> Iterable[str]:
         """Return the log lines of one replica; of both streams if ``streams`` is None."""
-        lines = self.apps.lines(app_id, role_name, k, since=since, until=until, follow=should_tail, stream=streams)
-        pattern, found = compiled(regex), self.apps.recent(app_id)
-        stream = command.running.log_stream if command.running is not None else None
-        if found is None or stream is None:
-            return filter(pattern.search, lines)
+        texts = self.apps.lines(app_id, role_name, k, since=since, until=until, follow=should_tail, stream=streams)
+        pattern, found, running = compiled(regex), self.apps.recent(app_id), command.running
+        if found is None or running is None or running.log_stream is None:
+            return filter(pattern.search, chain.from_iterable(map(lines_of, texts)))
         raise_file_limit()  # the command reads the logs of all replicas at once
-        return show_lines(found[0], role_name, lines, pattern, stream)
+        shown = show_lines(found[0], role_name, texts, pattern, running.log_stream)
+        return chain.from_iterable(map(lines_of, shown)) if getattr(running.options, "tee_logs", False) else shown
 
     def _cancel_existing(self, app_id: str) -> None:
         self.apps.cancel(app_id, waits=True)

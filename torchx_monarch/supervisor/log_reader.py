@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterator
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from torchx_monarch.backends.core.snapshot import LogQuery, TimedLine
+from torchx_monarch.backends.core.snapshot import LogQuery, TimedLines
 from torchx_monarch.supervisor.log_files import CHUNK, INDEX, LOG, RECORD, STREAMS
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.line_output import LineOutput, LineReader
@@ -40,8 +40,8 @@ _INSIDE = 1 << 48
 """A byte of what a reference names, in a position."""
 
 
-def lines(log_dir: str, query: LogQuery[Any], below: str | None = None, start: int = 0) -> Iterator[TimedLine]:
-    """Yield the lines of one log that a query asks for.
+def lines(log_dir: str, query: LogQuery[Any], below: str | None = None, start: int = 0) -> Iterator[TimedLines]:
+    """Yield the lines of one log that a query asks for, those that follow each other at the same time together.
 
     Bytes that are not UTF-8 are replaced. A line longer than ``line_output.MAX_LINE_BYTES`` is split. While a log is
     followed, text after a carriage return is yielded as it stands, without a line end: TorchX prints it over the text
@@ -75,16 +75,16 @@ def lines(log_dir: str, query: LogQuery[Any], below: str | None = None, start: i
                 piece, before = following, before + len(piece.text)
                 if reader.position == before:  # it begins a line
                     position = piece.start
-                for line in reader.feed(piece.text):
+                for ended in reader.feed(piece.text):
                     if (when := index.time_of(position % _INSIDE)) >= latest:
                         return
                     position = piece.position(reader.position - before)
-                    yield TimedLine(when, line.decode(errors="replace"), position)
+                    yield TimedLines(when, ended.decode(errors="replace"), position)
             if rest := reader.rest() if last else reader.pending_progress():
                 if (when := index.time_of(position % _INSIDE)) >= latest:
                     return
                 position = piece.position(reader.position - before)
-                yield TimedLine(when, rest.decode(errors="replace"), position)
+                yield TimedLines(when, rest.decode(errors="replace"), position)
             if last:
                 return
             time.sleep(_POLL)
@@ -284,17 +284,17 @@ class LogIndex:
     def time_of(self, offset: int) -> float:
         """Return when the line that starts at an offset was written, in seconds since the epoch; 0 if unknown.
 
-        Calls for the lines of a log in their order read the index only once.
+        Calls in the order of a log read the index only once.
         """
         self._go_to(offset)
         time = self._record(self._at)[1] if self._at >= 0 else 0.0
         return time if 0.0 <= time <= _LATEST else 0.0  # not NaN either
 
     def of_stream(self, start: int, end: int, stream: str) -> Iterator[tuple[int, int]]:
-        """Yield the parts of a range of a log that belong to a stream, or to an unknown one; all if that is empty."""
+        """Yield the parts of a range of a log, each of one record, that belong to a stream, or to an unknown one."""
         while start < end:
             self._go_to(start)
-            following = self._record(self._at + 1)[0] if stream and self._at + 1 < self._count else end
+            following = self._record(self._at + 1)[0] if self._at + 1 < self._count else end
             until = following if start < following < end else end
             found = self._record(self._at)[2] if self._at >= 0 else 0
             if not stream or found >= len(STREAMS) or STREAMS[found] in ("", stream):

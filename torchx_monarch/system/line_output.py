@@ -8,6 +8,7 @@ pieces. If another writer's line comes between two pieces, the next piece starts
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 LONGEST = 64 * 1024
@@ -18,6 +19,13 @@ MAX_LINE_BYTES = 1024 * 1024
 
 CONTINUED = b"[continued] "
 """Marks a piece of a line that does not directly follow the earlier pieces."""
+
+_LINES = re.compile(r"[^\n]*\n|[^\n]+")
+
+
+def lines_of(text: str) -> list[str]:
+    """Split a text after its line feeds, and after no other character that ends lines elsewhere."""
+    return _LINES.findall(text)
 
 
 class LineOutput:
@@ -85,20 +93,22 @@ class LineReader:
         self.position = 0
         self._fed = 0
         self._longest = longest
-        self._held: list[bytes] = []
+        self._held = [b""]  # the first bytes may go on with a line
         self._size = 0
         self._goes_on = False
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Take bytes and yield the lines that have ended, each with its line feed."""
+        """Take bytes and yield the lines that have ended: one that earlier bytes may have begun, then all others."""
         start, before = 0, self._fed
         self._fed += len(data)
-        while (end := data.find(b"\n", start) + 1) > 0:
-            self._held.append(data[start:end])
-            self.position = before + end
-            yield self._piece()
-            self._goes_on = False
-            start = end
+        first = data.find(b"\n") + 1 if self._held else 0
+        for end in (first, data.rfind(b"\n") + 1):
+            if end > start:
+                self._held.append(data[start:end])
+                self.position = before + end
+                yield self._piece()
+                self._goes_on = False
+                start = end
         if start < len(data):
             self._held.append(data[start:])
             self._size += len(data) - start

@@ -26,7 +26,7 @@ from torchx_monarch.backends.aws_batch.request import AWSBatchOpts, BatchJob, ch
 from torchx_monarch.backends.aws_batch.snapshot import BatchSnapshot, Results
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, CheckResult, LogQuery
 from torchx_monarch.backends.core.errors import BackendError, SubmittedAlreadyError
-from torchx_monarch.backends.core.snapshot import Outcome, TimedLine
+from torchx_monarch.backends.core.snapshot import Outcome, TimedLines
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.model.host_result import verified
 from torchx_monarch.model.state import State
@@ -239,7 +239,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
 
     def read_log(
         self, app: BatchSnapshot, role: str, replica: int, query: LogQuery[BatchSnapshot]
-    ) -> Iterator[TimedLine]:
+    ) -> Iterator[TimedLines]:
         index = [(node.role, node.id) for node in app.replicas].index((role, replica))
         window: dict[str, int] = {}
         if query.since is not None:
@@ -262,7 +262,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
 
     def _page(
         self, stream: tuple[str, str], token: str, window: dict[str, int], tail: int
-    ) -> tuple[list[TimedLine], str]:
+    ) -> tuple[list[TimedLines], str]:
         more: dict[str, Any] = {"startFromHead": True, **window}
         if token:
             more["nextToken"] = token
@@ -275,7 +275,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
                 return [], token  # the stream does not exist before its first line
             raise
         page = [
-            TimedLine(event["timestamp"] / 1000, event["message"].rstrip("\n") + "\n") for event in answer["events"]
+            TimedLines(event["timestamp"] / 1000, event["message"].rstrip("\n") + "\n") for event in answer["events"]
         ]
         return page, answer["nextForwardToken"]
 

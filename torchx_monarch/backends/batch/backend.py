@@ -39,7 +39,7 @@ from torchx_monarch.backends.core.errors import (
     UserError,
 )
 from torchx_monarch.backends.core.options import safe_name
-from torchx_monarch.backends.core.snapshot import Outcome, TimedLine
+from torchx_monarch.backends.core.snapshot import Outcome, TimedLines
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.folder import remove_app
 from torchx_monarch.backends.local.supervision import RoleRequest
@@ -431,7 +431,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
 
     def read_log(
         self, app: BatchSnapshot, role: str, replica: int, query: LogQuery[BatchSnapshot]
-    ) -> Iterator[TimedLine]:
+    ) -> Iterator[TimedLines]:
         """Return lines of a replica's log; of both streams together if no stream is named. Times are right to 0.1 s."""
         return log_reader.lines(app.folder.replica_logs(role, replica), query, app.folder.trusted)
 

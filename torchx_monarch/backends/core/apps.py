@@ -14,7 +14,7 @@ from torchx.schedulers.api import Stream
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.backend import Backend, Cfg, LogQuery
 from torchx_monarch.backends.core.errors import BackendError, UserError
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, TimedLine
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, TimedLines
 from torchx_monarch.backends.core.state import HOST_EXTRA, AppStatus, reduce
 from torchx_monarch.model.state import State
 
@@ -59,7 +59,7 @@ class Apps(Generic[S]):
         follow: bool,
         stream: Stream | None,
     ) -> Iterable[str]:
-        """Return the log lines of one replica; a log that is limited by ``until`` is not followed.
+        """Return the lines of one replica, as ``TimedLines`` has them; a log with a limit ``until`` is not followed.
 
         The arguments are those of TorchX's ``Scheduler.log_iter``.
 
@@ -81,9 +81,9 @@ class Apps(Generic[S]):
             raise UserError(f"role {role} of app {app_id} has no replica {replica}; it has 0 to {sizes[role] - 1}")
         follow = follow and until is None and not status.state.is_terminal
         query = self._query(app_id, since=since, until=until, stream=stream.value if stream else "", follow=follow)
-        return (line.text for line in self.backend.read_log(app, role, replica, query))
+        return (lines.text for lines in self.backend.read_log(app, role, replica, query))
 
-    def replica_log(self, app: S, role: str, replica: int, **query_fields: Any) -> Iterable[TimedLine]:
+    def replica_log(self, app: S, role: str, replica: int, **query_fields: Any) -> Iterable[TimedLines]:
         """Return the lines of one replica, both streams together, with their times; arguments as in ``LogQuery``."""
         query = self._query(app.app_id, **query_fields)
         return self.backend.read_log(app, role, replica, query)

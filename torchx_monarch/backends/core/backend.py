@@ -21,7 +21,7 @@ from torchx.workspace import WorkspaceMixin
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import StateAccessError
 from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, run_options
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, TimedLine
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, TimedLines
 from torchx_monarch.backends.core.snapshot import LogQuery as LogQuery
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.model.env_names import replica0_variable
@@ -219,7 +219,7 @@ class Backend(abc.ABC, Generic[O, R, S]):
         """
 
     @abc.abstractmethod
-    def read_log(self, app: S, role: str, replica: int, query: LogQuery[S]) -> Iterable[TimedLine]:
+    def read_log(self, app: S, role: str, replica: int, query: LogQuery[S]) -> Iterable[TimedLines]:
         """Yield lines of the log of a replica that exists, in the order in which they were written."""
 
     def folder(self, app_id: str) -> state_files.AppPaths | None:

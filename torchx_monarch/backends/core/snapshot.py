@@ -218,13 +218,14 @@ class AppSnapshot:
         return [replica for role in self.roles for replica in role.replicas]
 
 
-class TimedLine(NamedTuple):
-    """One line of a replica's log.
+class TimedLines(NamedTuple):
+    """Lines of a replica's log that were written at the same time, or a part of a line.
 
     Attributes:
-        time: when it was written, in seconds since the epoch, as exactly as the backend knows it; 0 if it does not.
-        text: the line with its line end. A part of an unfinished line, such as a progress bar, has no line end.
-        end: where it ends in the log, in bytes; 0 if the backend does not tell.
+        time: when they were written, in seconds since the epoch, as exactly as the backend knows it; 0 if it does not.
+        text: the lines with their line ends. A part of an unfinished line, such as a progress bar, has no line end, and
+            the text that follows it is the rest of this line, or another part, alone.
+        end: where they end in the log, in bytes; 0 if the backend does not tell.
     """
 
     time: float

@@ -24,7 +24,7 @@ from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, CheckResult, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import SubmitError, UserError
-from torchx_monarch.backends.core.snapshot import Outcome, TimedLine, seconds
+from torchx_monarch.backends.core.snapshot import Outcome, TimedLines, seconds
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.docker import native
@@ -167,7 +167,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
 
     def read_log(
         self, app: DockerSnapshot, role: str, replica: int, query: LogQuery[DockerSnapshot]
-    ) -> Iterator[TimedLine]:
+    ) -> Iterator[TimedLines]:
         name = f"{role}/{replica}"
         container = app.containers.get(name)
         if container is None:

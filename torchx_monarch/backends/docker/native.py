@@ -17,7 +17,7 @@ from docker.errors import DockerException, NotFound
 from docker.models.containers import Container
 
 from torchx_monarch.backends.core.errors import BackendError
-from torchx_monarch.backends.core.snapshot import LogQuery, TimedLine, seconds
+from torchx_monarch.backends.core.snapshot import LogQuery, TimedLines, seconds
 from torchx_monarch.system.line_output import LineReader
 
 _MAX_THREADS = 128
@@ -96,7 +96,7 @@ def read_file(container: Container, path: str, since: float = 0.0) -> str:
         return ""
 
 
-def log_lines(container: Container, query: LogQuery[Any]) -> Iterator[TimedLine]:
+def log_lines(container: Container, query: LogQuery[Any]) -> Iterator[TimedLines]:
     """Yield the lines of a container's log. Bytes that are not UTF-8 are replaced.
 
     TorchX passes times to docker-py, which takes a time without zone for UTC and fails on a time with a zone. When it
@@ -120,7 +120,7 @@ def log_lines(container: Container, query: LogQuery[Any]) -> Iterator[TimedLine]
             start, tail = max(start, latest + 1e-6), "all"  # the resolution of dockerd's ``since``
 
 
-def _lines(chunks: Iterable[bytes]) -> Generator[TimedLine, None, float]:
+def _lines(chunks: Iterable[bytes]) -> Generator[TimedLines, None, float]:
     """Join chunks, each of which begins with its timestamp, to lines; return the latest timestamp, 0.0 without chunks.
 
     dockerd splits a long line into several chunks. A line has the time of its last chunk.
@@ -130,9 +130,9 @@ def _lines(chunks: Iterable[bytes]) -> Generator[TimedLine, None, float]:
         stamp, _, text = chunk.partition(b" ")
         latest = max(latest, seconds(stamp.decode(errors="replace")))
         for line in reader.feed(text):
-            yield TimedLine(latest, line.decode(errors="replace"))
+            yield TimedLines(latest, line.decode(errors="replace"))
     if rest := reader.rest():
-        yield TimedLine(latest, rest.decode(errors="replace"))
+        yield TimedLines(latest, rest.decode(errors="replace"))
     return latest
 
 

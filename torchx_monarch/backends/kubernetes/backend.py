@@ -20,7 +20,7 @@ from torchx.specs import AppDef
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, CheckResult, LogQuery, read_undamaged
-from torchx_monarch.backends.core.snapshot import Outcome, TimedLine, nanoseconds
+from torchx_monarch.backends.core.snapshot import Outcome, TimedLines, nanoseconds
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.kubernetes import request, snapshot
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
@@ -151,7 +151,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
 
     def read_log(
         self, app: KubernetesSnapshot, role: str, replica: int, query: LogQuery[KubernetesSnapshot]
-    ) -> Iterator[TimedLine]:
+    ) -> Iterator[TimedLines]:
         """Yield the lines. What does not exist or has not started has an empty log.
 
         TorchX passes the server a number of seconds for ``since``, which is wrong for a time with a zone, refuses
@@ -177,7 +177,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
                     if until is not None and stamp > until:
                         return
                     read[attempt.name] = stamp
-                    yield TimedLine(stamp / 1e9, text)
+                    yield TimedLines(stamp / 1e9, text)
                 if not attempt.is_running:
                     ended.add(attempt.name)
 

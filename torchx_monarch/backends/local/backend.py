@@ -17,7 +17,7 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import BackendError, RemoveError, StateAccessError, UserError
 from torchx_monarch.backends.core.options import MonarchOpts, QueueOpts, check_queue, safe_name
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot, TimedLine
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot, TimedLines
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import folder, gpus, machine_queue, submit
 from torchx_monarch.backends.local.supervision import RoleRequest, SupervisorRecord, SupervisorRequest
@@ -124,7 +124,7 @@ class LocalBackend(Backend[LocalOpts, SupervisorRequest, AppSnapshot]):
 
         return read_undamaged(app_ids, read)
 
-    def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:
+    def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLines]:
         paths = state_files.app_paths(app.app_id)
         return log_reader.lines(paths.replica_logs(role, replica), query, paths.trusted)
 

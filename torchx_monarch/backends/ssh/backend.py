@@ -17,11 +17,11 @@ from torchx.specs import AppDef
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, CheckResult, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import SubmitError, SubmittedAlreadyError, UserError
 from torchx_monarch.backends.core.options import check_queue
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot, TimedLine
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot, TimedLines
 from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.ssh import workspace
-from torchx_monarch.backends.ssh.in_job.wire import MAX_LINES, FoundReplica, Layout, Place, folder_name
+from torchx_monarch.backends.ssh.in_job.wire import FoundReplica, Layout, Place, folder_name
 from torchx_monarch.backends.ssh.native import (
     MachineConnection,
     RefusedOrderError,
@@ -248,7 +248,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
                 apps.setdefault(found.place.app_id, []).append(found)
         return read_undamaged(apps.items(), lambda item: build(*item, lost))
 
-    def read_log(self, app: SshSnapshot, role: str, replica: int, query: LogQuery[SshSnapshot]) -> Iterator[TimedLine]:
+    def read_log(self, app: SshSnapshot, role: str, replica: int, query: LogQuery[SshSnapshot]) -> Iterator[TimedLines]:
         """Yield lines of a replica's log; a log that is followed goes on when its machine has come back."""
         layout = app.layout
         index = [role_snapshot.spec.name for role_snapshot in app.roles].index(role)
@@ -263,26 +263,25 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             "tail": query.tail,
             "ranks": [(ranks.start, ranks.stop) for ranks in query.ranks],
         }
-        start, has_ended, lines = 0, False, [TimedLine(0.0, "")]
-        while not has_ended or len(lines) == MAX_LINES:
+        start, has_ended, answer = 0, False, [TimedLines(0.0, "")]
+        while not has_ended or answer:
             has_ended = not query.follow or query.has_ended()  # before the read: the last lines come before the end
             try:
-                answer = connection.ask("log", start=start, **fields)
+                answer = [TimedLines(*lines) for lines in connection.ask("log", start=start, **fields)]
             except SshError as error:
                 if has_ended or isinstance(error, RefusedOrderError):
                     raise
                 time.sleep(1.0)
                 continue
             fields["tail"] = 0  # said where to begin; what is written from now on is all shown
-            lines = [TimedLine(*line) for line in answer]
-            last = lines[-1].text if lines else ""
+            last = answer[-1].text if answer else ""
             # The beginning of a line is shown when it is whole, or a progress bar that ends in a whole character.
             if not has_ended and last and (not set("\r\n") & set(last) or last.endswith("\N{REPLACEMENT CHARACTER}")):
-                del lines[-1]
-            for line in lines:
-                yield line
-                start = line.end
-            if not has_ended and not lines:
+                del answer[-1]
+            for lines in answer:
+                yield lines
+                start = lines.end
+            if not has_ended and not answer:
                 time.sleep(self.poll)
 
     # -- ending --------------------------------------------------------------------------------------------------------

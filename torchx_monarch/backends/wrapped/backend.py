@@ -40,7 +40,7 @@ from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
 from torchx_monarch.backends.core.errors import BackendError, SubmitError, UserError
 from torchx_monarch.backends.core.options import NetworkOpts, run_options
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot, TimedLine
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot, TimedLines
 from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.exceptions import TorchXMonarchError
@@ -325,14 +325,14 @@ class WrappedBackend(Backend[NetworkOpts, AppDryRunInfo[Any, Any], AppSnapshot])
             return error_files.cleaned(verified(lines, record.result_key)[-1])
         return ""
 
-    def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:
+    def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLines]:
         """Yield the lines without the results that hosts have signed for ``_result``."""
         record = self.records.load(app.app_id)
         key = record.result_key if record else ""
         with self._asking(f"read the log of {app.app_id}"):
             for line in _log_lines(self.inner, app.app_id, role, replica, query):
                 if not verified([line], key):
-                    yield TimedLine(0.0, line)
+                    yield TimedLines(0.0, line)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import functools
-import itertools
 import json
 import os
 import signal
@@ -24,7 +23,7 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import LogQuery, Outcome
 from torchx_monarch.backends.local import folder, gpus, machine_queue
 from torchx_monarch.backends.local.supervision import SupervisorRequest
-from torchx_monarch.backends.ssh.in_job.wire import MAX_LINES, PYTHON_FILE, READY, FoundReplica, Place
+from torchx_monarch.backends.ssh.in_job.wire import MAX_TEXT, PYTHON_FILE, READY, FoundReplica, Place
 from torchx_monarch.code_sync.manifest import Tree
 from torchx_monarch.code_sync.upload import Upload, UploadError, copy
 from torchx_monarch.insight import events
@@ -237,7 +236,7 @@ class OrderServer:
             folder.remove_ended(paths)
 
     def log(self, name: str, role: str, replica: int, start: int, **query: Any) -> Any:
-        """Return the next lines of a replica's log, at most ``MAX_LINES``.
+        """Return the next lines of a replica's log, up to ``MAX_TEXT``; none at its end.
 
         Args:
             start: where they begin, the ``end`` of a line that was read before; 0 for the first ones of the query.
@@ -248,8 +247,13 @@ class OrderServer:
             if query[limit] is not None:
                 query[limit] = datetime.fromtimestamp(query[limit], timezone.utc)
         query["ranks"] = [range(*ranks) for ranks in query["ranks"]]
-        lines = log_reader.lines(paths.replica_logs(role, replica), LogQuery(**query), paths.trusted, start)
-        return list(itertools.islice(lines, MAX_LINES))
+        answer, size = [], 0
+        for lines in log_reader.lines(paths.replica_logs(role, replica), LogQuery(**query), paths.trusted, start):
+            answer.append(lines)
+            size += len(lines.text)
+            if size >= MAX_TEXT:
+                break
+        return answer
 
 
 def main() -> None:

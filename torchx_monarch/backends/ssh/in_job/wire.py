@@ -16,8 +16,8 @@ READY = "torchx-monarch ssh 1"
 PYTHON_FILE = "ssh_python"
 """A file in the state directory of a machine: the interpreter that has started an app there last."""
 
-MAX_LINES = 500
-"""Lines of a log in one answer."""
+MAX_TEXT = 1 << 18
+"""Characters of a log after which an answer ends."""
 
 
 @dataclass(frozen=True)
