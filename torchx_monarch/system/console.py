@@ -144,7 +144,7 @@ class Console:
         self.writer.write(self.fd, self._lines.place(writer, text, prefix))
 
     def write_line(self, writer: object, line: Callable[[], bytes], size: int) -> None:
-        """Write the line of ``size`` bytes at most that a function returns, after all earlier writes."""
+        """Write the line that a function with ``size`` bytes of data returns, after all earlier writes."""
         lead = self._lines.place(writer, b"\n")[:-1]
         self.writer.call(lambda: write_all(self.fd, lead + line().removesuffix(b"\n") + b"\n"), size=size)
 

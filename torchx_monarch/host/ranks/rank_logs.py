@@ -20,7 +20,7 @@ from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.insight.log_lines import TEMPLATE
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.console import Console, WriterThread
-from torchx_monarch.system.log_references import PARTS, LogReference
+from torchx_monarch.system.log_references import PARTS, LogReference, prefixed
 
 _MUCH = 10 * 10**9
 """Bytes of the logs of a host after which it says so."""
@@ -102,22 +102,22 @@ class RankLog:
     def write(self, data: bytes) -> None:
         self.writer.call(self._write, data, size=len(data))
 
-    def pass_on(self, text: bytes, shown: bytes, prefix: bytes) -> None:
+    def pass_on(self, text: bytes, prefix: bytes, goes_on: bool) -> None:
         """Write a reference to the next bytes of the log to the console; without any, that its last line has ended.
 
-        Args:
-            shown: the text with its prefix, which is written instead if it has been lost here.
+        What has been lost here is written itself, as ``log_references.prefixed`` returns it.
         """
         assert self.console is not None
         start, self._passed = self._passed, self._passed + len(text)
 
         def line() -> bytes:
             reference = self._reference(start, len(text), prefix)
+            shown = reference or prefixed(text or b"\n", prefix, goes_on)
             if self.copy is not None:
                 self._space.call(self.copy.refer, reference, shown)
-            return reference or shown
+            return shown
 
-        self.console.write_line(self, line, len(shown))
+        self.console.write_line(self, line, len(text))
 
     def close(self) -> None:
         """Close the log after all writes; no writes may follow."""

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from torchx_monarch.host.ranks.run_output import RunOutput, RunOutputSink
     from torchx_monarch.system.console import WriterThread
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 16
+"""Bytes read at a time, the capacity of a pipe. The memory of a larger buffer is mapped anew for each read: with 256 kB
+the host took 1.4 s of system time for each GiB, and takes 0.6 s."""
 
 _MAX_PIPE = 1 << 20
 """The most bytes in a pipe (``/proc/sys/fs/pipe-max-size``)."""
@@ -146,7 +148,7 @@ class OutputPipe:
             self._show(bytes(self._partial))
         if self._console is not None and self._goes_on and self._ends_lines:
             if self._log is not None and self._log.console is not None:
-                self._log.pass_on(b"", b"\n", self._prefix)
+                self._log.pass_on(b"", self._prefix, goes_on=True)
             else:
                 self._console.end(self)
             for sink in self._sinks:
@@ -233,11 +235,10 @@ class OutputPipe:
             text = b"".join(line for line in _LINES.findall(text) if self._is_shown(line.removesuffix(b"\n")))
             if not text:
                 return
-        shown = prefixed(text, self._prefix, self._goes_on)
-        for sink in self._sinks:
-            sink.write(text, shown)
         if self._log is not None and self._log.console is not None:
-            self._log.pass_on(text, shown, self._prefix)
+            self._log.pass_on(text, self._prefix, self._goes_on)
         else:
-            self._console.write(self, shown, self._prefix)
+            self._console.write(self, prefixed(text, self._prefix, self._goes_on), self._prefix)
+        for sink in self._sinks:
+            sink.write(text, prefixed(text, self._prefix, self._goes_on))
         self._goes_on = not text.endswith(b"\n")
