@@ -87,7 +87,7 @@ def test_each_attempt_has_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     place: list[Path | None] = [None]
     taken = 0
 
-    async def collect(request: SampleRanks, timeout: float) -> Answers[str]:
+    async def collect(request: SampleRanks) -> Answers[str]:
         nonlocal taken
         taken += 1
         if taken == 3:

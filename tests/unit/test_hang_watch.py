@@ -43,11 +43,11 @@ class Ranks:
         self.missing: dict[int, str] = {}
         self.asked: list[Request[Any]] = []
 
-    async def collect_shared(self, request: Request[Any], timeout: float, afresh: bool) -> Answers[Any]:
+    async def collect_shared(self, request: Request[Any], afresh: bool) -> Answers[Any]:
         self.asked.append(request)
         return Answers({0: [SharedStacks(((1, 0, 9),), "", (), "stopped (SIGSTOP)")]}, {})
 
-    async def collect(self, request: Request[Any], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+    async def collect(self, request: Request[Any]) -> tuple[dict[int, Any], dict[int, str]]:
         self.asked.append(request)
         assert isinstance(request, ReadCollectives)
         waiting = Collective(1, "gloo:barrier", (), 100 - self.waited) if self.waited else None

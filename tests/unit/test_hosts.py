@@ -135,26 +135,26 @@ def test_answers_are_shared_by_all_who_ask_within_a_second(tmp_path: Path, monke
     monkeypatch.setattr(hosts_module, "_SHARED_FOR", 2 * WITHIN)
 
     async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
-        asking = [asyncio.ensure_future(hosts.collect_shared(TakeStacks(None), WITHIN)) for _ in range(3)]
+        asking = [asyncio.ensure_future(hosts.collect_shared(TakeStacks(None))) for _ in range(3)]
         await until_async(lambda: all(replica.asked for replica in replicas), "the first requests")
         for replica in replicas:
             replica.answer.set_result([])
-        first, *others = await asyncio.gather(*asking, hosts.collect_shared(TakeStacks(None), WITHIN))
+        first, *others = await asyncio.gather(*asking, hosts.collect_shared(TakeStacks(None)))
         assert first.by_replica == {0: [], 1: [], 2: []} and all(answers is first for answers in others)
         assert [len(replica.asked) for replica in replicas] == [1, 1, 1]
         # That of the watch for hangs, which is also saved, is always made, and then the answer to clients.
-        saved = await hosts.collect_shared(TakeStacks(None, "while ranks hang"), WITHIN, afresh=True)
-        assert saved is not first and await hosts.collect_shared(TakeStacks(None), WITHIN) is saved
+        saved = await hosts.collect_shared(TakeStacks(None, "while ranks hang"), afresh=True)
+        assert saved is not first and await hosts.collect_shared(TakeStacks(None)) is saved
         hosts.members.attempt.world = World(0, 0, 0, (HostRange(0, 3, 8),), "", 0, False, "")
-        found = await hosts.collect_shared(TakeStacks(8), WITHIN, [8])  # its host alone is asked
+        found = await hosts.collect_shared(TakeStacks(8), [8])  # its host alone is asked
         assert found.by_replica == {1: []} and not found.missing
-        found = await hosts.collect_shared(TakeStacks(24), WITHIN, [24])  # there is no such rank, as each host says
+        found = await hosts.collect_shared(TakeStacks(24), [24])  # there is no such rank, as each host says
         assert [*found.by_replica] == [0, 1, 2]
         rendezvous.members.form(rendezvous.members.able)  # the ranks of another attempt
         monkeypatch.setattr(hosts_module, "_SHARED_FOR", 0.0)
-        await hosts.collect_shared(TakeStacks(None), WITHIN)
+        await hosts.collect_shared(TakeStacks(None))
         await asyncio.sleep(0.01)
-        await hosts.collect_shared(TakeStacks(None), WITHIN)
+        await hosts.collect_shared(TakeStacks(None))
         assert [len(replica.asked) for replica in replicas] == [5, 6, 5]
 
     run(tmp_path, scenario)

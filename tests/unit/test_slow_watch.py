@@ -67,7 +67,7 @@ class Hosts:
         self._steps, self._last = [0.0, 0.0], time.monotonic()
 
     async def collect(
-        self, request: Request[Any], timeout: float, ranks: list[int] | None = None
+        self, request: Request[Any], timeout: float = 0.0, ranks: list[int] | None = None
     ) -> tuple[dict[int, Any], dict[int, str]]:
         self.asked.append(request)
         if isinstance(request, TakeStacks):

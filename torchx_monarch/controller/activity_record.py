@@ -20,9 +20,6 @@ _EVERY = 10.0
 _SHARE = 0.001
 """Share of a core that replica 0 may use: the samples of thousands of ranks take it some time."""
 
-_TIMEOUT = 8.0
-"""Seconds for the answers of all hosts."""
-
 _GIB = 1 << 30
 
 _MEASURED: Mapping[str, Callable[[RankView], float | None]] = {
@@ -79,7 +76,7 @@ class ActivityRecord:
                 await asyncio.to_thread(self._close)
                 continue
             try:
-                answers = await self._hosts.collect_shared(SampleRanks(), _TIMEOUT)
+                answers = await self._hosts.collect_shared(SampleRanks())
                 took = await asyncio.to_thread(self._add, place, [*answers.by_replica.values()])
                 pause = max(_EVERY, took / _SHARE)
             except Exception as error:

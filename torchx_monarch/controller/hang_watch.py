@@ -26,9 +26,6 @@ _LOOKS = 10
 _SHORTEST = 1.0
 """Seconds between two looks."""
 
-_TIMEOUT = 10.0
-"""Seconds for the answers of all hosts; without all of them nothing is concluded."""
-
 
 class HangWatch:
     """Find ranks that hang, report them, and say whether they are to be stopped."""
@@ -113,7 +110,7 @@ class HangWatch:
 
     async def _read(self, request: ReadCollectives) -> dict[int, HostCollectives]:
         """Return the answers of all hosts; nothing if one is missing, or the watch rests."""
-        answers, missing = await self._hosts.collect(request, _TIMEOUT)
+        answers, missing = await self._hosts.collect(request)
         return {} if missing or self._rests else answers
 
     def _longest(self, answers: Mapping[int, HostCollectives]) -> tuple[float, float, float]:
@@ -139,7 +136,7 @@ class HangWatch:
             )
 
     async def _diagnosed(self, hang_after: float, kernel_after: float) -> Hang | None:
-        answers, missing = await self._hosts.collect(ReadCollectives(details=True), _TIMEOUT)
+        answers, missing = await self._hosts.collect(ReadCollectives(details=True))
         if missing or self._rests:
             return None
         at_most = self._at_most()
@@ -154,7 +151,7 @@ class HangWatch:
         return asyncio.get_running_loop().time() - self._since
 
     async def _take_stacks(self, save_as: str) -> list[ProcessStacks]:
-        answers = await self._hosts.collect_shared(TakeStacks(None, save_as), _TIMEOUT, afresh=True)
+        answers = await self._hosts.collect_shared(TakeStacks(None, save_as), afresh=True)
         return [stacks for shared in itertools.chain(*answers.by_replica.values()) for stacks in shared.each_process()]
 
     async def _report(self, hang: Hang) -> Hang:

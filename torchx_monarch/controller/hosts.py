@@ -33,6 +33,8 @@ _STOP_MARGIN = 60.0
 """Seconds beyond the grace period that hosts have to answer. They wait up to 50 s for what they have killed to end, and
 ``host_timeout`` for a disk on which ranks have left errors."""
 
+_TIMEOUT = 8.0
+"""Seconds for the answers of all hosts, of which some may be missing, unless they need longer."""
 
 _SHARED_FOR = 1.0
 """Seconds for which the answers of all hosts are those to everybody who asks the same."""
@@ -121,7 +123,7 @@ class JobHosts:
         return list((await self.ask(request)).values())
 
     async def collect(
-        self, request: Request[AnswerT], timeout: float, ranks: Collection[int] = ()
+        self, request: Request[AnswerT], timeout: float = _TIMEOUT, ranks: Collection[int] = ()
     ) -> tuple[dict[int, AnswerT], dict[int, str]]:
         """Send a request to every host, or to those of some global ranks if all of these exist.
 
@@ -141,7 +143,7 @@ class JobHosts:
         return answers, missing
 
     async def collect_shared(
-        self, request: Request[AnswerT], timeout: float, ranks: Collection[int] = (), afresh: bool = False
+        self, request: Request[AnswerT], ranks: Collection[int] = (), afresh: bool = False
     ) -> Answers[AnswerT]:
         """Send a query as ``collect`` does, at most once a second: who asks meanwhile gets the same answers.
 
@@ -151,7 +153,7 @@ class JobHosts:
         loop, key = asyncio.get_running_loop(), (request, self.members.formation)
 
         async def ask() -> Answers[AnswerT]:
-            return Answers(*await self.collect(request, timeout, ranks))
+            return Answers(*await self.collect(request, ranks=ranks))
 
         def forget(done: asyncio.Task[Answers[Any]]) -> None:
             if self._shared.get(key) is done:

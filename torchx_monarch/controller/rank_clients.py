@@ -44,11 +44,8 @@ from torchx_monarch.model.codec import decode
 from torchx_monarch.system.untrusted_text import one_line
 from torchx_monarch.transport import messages
 
-_TIMEOUT = 8.0
-"""Seconds for the answers of all hosts."""
-
 _PY_SPY_TIMEOUT = 30.0
-"""The same of a profile, in addition to its time."""
+"""Seconds for the answers of all hosts with a profile, in addition to its time."""
 
 
 class HostQueries:
@@ -89,7 +86,7 @@ class HostQueries:
 
     async def _collect(self, request: Request[AnswerT], ranks: Collection[int] = ()) -> Answers[AnswerT]:
         self._check_ranks()
-        return await self._hosts.collect_shared(request, _TIMEOUT, ranks)
+        return await self._hosts.collect_shared(request, ranks)
 
     async def _profile(self, request: ProfileRanks, peer: Peer) -> None:
         self._check_ranks()
