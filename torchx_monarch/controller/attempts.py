@@ -74,6 +74,7 @@ class RankRun:
         self.checkpoints = Checkpoints(hosts)
         self._backoff = Backoff()
         self._same_step = SameStep()
+        self._compared = 0  # the formation whose hosts have been compared
 
     @property
     def _attempt(self) -> Attempt:
@@ -106,32 +107,33 @@ class RankRun:
         until_event, clock = self._hosts.until_event, asyncio.get_running_loop().time
         if difference := await until_event(preflight.check(self._hosts)):
             return difference if isinstance(difference, HostEvent) else JobResult(1, difference)
-        compares = self._spec.preflight == "off"  # once, unless the pre-flight has done that
         while True:
             started = clock()
-            if event := await until_event(self._start(begun)):
-                return event
-            if compares:
-                preflight.report_differences(self._hosts)
-                compares = False
-            with self._hosts.call(WatchRanks()) as exits:
-                failure = await until_event(self._watch(exits))
-                if isinstance(failure, HostEvent) and failure.saves:
-                    failure = await self._stop_at_step(failure, exits)
-                if isinstance(failure, (RankExit, Hang)):
-                    failure = await self._end(failure, exits)
-            if isinstance(failure, HostEvent):
-                return failure
-            if failure is None:
-                self._attempt.record_end(self._reporter)
-                return JobResult(0, f"all {self._attempt.size} ranks ended with code 0")
-            if ended := self._decide(failure):
+            if ended := await self._run_attempt(begun):
                 return ended
             lived = clock() - started
             if delay := self._backoff.delay(lived):
                 self._reporter.line(describe_delay(delay, lived))
                 if event := await until_event(asyncio.sleep(delay)):
                     return event
+
+    async def _run_attempt(self, begun: Mapping[int, RunBegun]) -> JobResult | HostEvent | None:
+        """Start the ranks, watch them, end them after a failure, and decide; return None if the next attempt is due."""
+        until_event = self._hosts.until_event
+        if event := await until_event(self._start(begun)):
+            return event
+        with self._hosts.call(WatchRanks()) as exits:
+            failure = await until_event(self._watch(exits))
+            if isinstance(failure, HostEvent) and failure.saves:
+                failure = await self._stop_at_step(failure, exits)
+            if isinstance(failure, (RankExit, Hang)):
+                failure = await self._end(failure, exits)
+        if isinstance(failure, HostEvent):
+            return failure
+        if failure is None:
+            self._attempt.record_end(self._reporter)
+            return JobResult(0, f"all {self._attempt.size} ranks ended with code 0")
+        return self._decide(failure)
 
     async def stop(self, number: int) -> None:
         """Stop the ranks of every host that can be reached with a signal, and record their exits."""
@@ -151,6 +153,9 @@ class RankRun:
         for replica, launched in (await self._hosts.ask(LaunchRanks(world), self._spec.host_timeout)).items():
             attempt.hosts[replica].launched = launched
         attempt.report_start(self._reporter, "ranks")
+        if self._spec.preflight == "off" and self._compared != self._members.formation:
+            self._compared = self._members.formation
+            preflight.report_differences(self._hosts)
         return None
 
     async def _new_world(self, begun: Mapping[int, RunBegun]) -> World:
