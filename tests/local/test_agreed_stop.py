@@ -241,6 +241,9 @@ def run(apps: Detached, train: list[str], **cfg: Any) -> tuple[str, Callable[[],
 def test_cancel_save(apps: Detached, train: list[str]) -> None:
     app_id, output = run(apps, train)
     words = [sys.executable, "-m", "torchx.cli.main", "cancel", "--save", apps.handle(app_id)]
+    wrong = ["--address", "unix:/nonexistent"]
+    done = subprocess.run([*words, *wrong], capture_output=True, text=True, timeout=WITHIN, check=False)
+    assert "not cancelled: /nonexistent: connection refused" in done.stderr, done.stderr
     done = subprocess.run(words, capture_output=True, text=True, timeout=WITHIN, check=False)
     status = apps.wait(app_id)
     step = saved_at(output(), 4)

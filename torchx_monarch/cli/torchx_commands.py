@@ -117,10 +117,14 @@ class CmdCancel(TorchXCmdCancel, _NamedJob):  # type: ignore[misc]
         "before, let ranks that use torchx_monarch.steps end at one step and save (jobs of torchx-monarch)",
     )
 
+    def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
+        super().add_arguments(subparser)
+        arguments.add_address(subparser)
+
     def run_with_runner(self, args: argparse.Namespace, runner: Runner) -> None:
         found = self.read_ours(args, runner)
         if args.is_extended and found is not None and not found[1].is_terminal:
-            _save_and_cancel(args.app_handle, found[0], runner)
+            _save_and_cancel(args.app_handle, found[0], runner, args.address)
             return
         super().run_with_runner(args, runner)
         if found is not None and found[1].is_terminal:
@@ -132,14 +136,14 @@ class CmdCancel(TorchXCmdCancel, _NamedJob):  # type: ignore[misc]
             print(f"cancelled {args.app_handle}", file=sys.stderr)
 
 
-def _save_and_cancel(handle: str, app: AppSnapshot, runner: Runner) -> None:
+def _save_and_cancel(handle: str, app: AppSnapshot, runner: Runner, address: str) -> None:
     from torchx_monarch.client.connection import Target, ask
 
-    reasons, is_stopped = [], False
+    reasons, is_stopped = list[str](), False
     try:
         for role in app.roles:
             if role.spec.runs_ranks:
-                target = Target.from_handle(handle, role.spec.name, runner=runner)
+                target = Target.from_handle(handle, role.spec.name, "" if reasons else address, runner)
                 answer = ask(target, {"type": "stop", "save": True}, app.grace + _SAVE_EXTRA)
                 reasons.append(one_line(str(answer.get("reason"))))
                 is_stopped = is_stopped or answer.get("stopped") is True
