@@ -27,7 +27,7 @@ print("all there", flush=True)
 attempt, rank = (int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
 import torchx_monarch
 for step in range(3):
-    torchx_monarch.progress(step + attempt, loss=1 / (1 + step))
+    torchx_monarch.progress(step + attempt, checkpoint=step // 2, loss=1 / (1 + step))
 dist.barrier()
 if rank == 1:
     pathlib.Path(f"failed_{attempt}").write_text(str(time.time()))
@@ -102,7 +102,9 @@ def page_tells_all(job: Job) -> None:
     assert "<script" not in text and "&lt;script&gt;alert(1)&lt;/script&gt;" in text
     for fact in ("FAILED", "attempt_1/stacks.txt", "prog.py", "1x2 (world size 2)", "restart 1 of 1", "Traceback"):
         assert fact in text, fact
-    assert "2 of 2" in text and " ago" not in text and text.count("<polyline") == 4  # two curves of two attempts
+    assert "2 of 2" in text and " ago" not in text
+    # Two curves of two attempts, over steps and over time; each attempt has a newer checkpoint once.
+    assert text.count("<polyline") == text.count('class="saved"') == 8
     assert len(re.findall(r"<svg role=.img.", text)) == 4  # phases, attempts, and a row for each rank
     if (path := browser.find()) is None:
         pytest.skip("no Chromium on this machine (apt-get install chromium); the page was not opened in a browser")

@@ -64,7 +64,7 @@ def test_what_joined_points_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert first.metrics["memory GiB"][1] == 9.0 and first.outliers["memory GiB"] == "rank 2 on node1"
 
 
-@pytest.mark.parametrize("more", [b'{}, ["x"]', b"[], []", b"{}", b"{}, [], 1"])
+@pytest.mark.parametrize("more", [b'{}, ["x"], null', b"[], [], null", b"{}, []", b"{}, [], null, 1"])
 def test_what_is_no_activity_is_left_out(tmp_path: Path, more: bytes) -> None:
     (tmp_path / ACTIVITY).write_bytes(b"[1, 2.0, 1, {}, " + more + b"]\n")
     assert read_points(str(tmp_path), name=ACTIVITY) == []
@@ -143,8 +143,13 @@ def test_how_it_is_drawn(tmp_path: Path) -> None:
     assert [(place, moment.kind) for place, moment in memory.marks] == [
         (571.4, "hang")
     ]  # at the last value, 12 of 21 s
-    (loss,) = curves([[Point(step, 100.0 + step, 1, {"loss": (1.0, 1.0, 1.0)}) for step in range(21)]], moments=moments)
-    assert [place for place, _ in loss.marks] == [750.0, 0.0]
+    reported = [
+        Point(step, 100.0 + step, 1, {"loss": (1.0, 1.0, 1.0)}, checkpoint=step // 8 * 8 or None) for step in range(21)
+    ]
+    (loss,) = curves([reported], moments=moments)
+    assert [place for place, _ in loss.marks] == [750.0, 0.0] and loss.checkpoints == [400.0, 800.0]
+    (loss,) = curves([reported], over=timeline.job)
+    assert loss.checkpoints == [381.0, 761.9] and (loss.begin, loss.end) == ("0 s", "21.0 s")
     assert late_rows([[Point(0, 105.0, 1, {}, {}, [0.0, 0.0005])]], 2, timeline.job) == []
     job = Span("job", "job", 0.0, 10.0)
     many = late_rows([[Point(0, at, 1, {}, {}, [row / 64 for row in range(64)]) for at in (2.0, 4.0)]], 128, job)

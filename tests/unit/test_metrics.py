@@ -31,7 +31,7 @@ def test_no_extreme_and_no_last_value_is_lost(
         patched.setattr(metrics, "MAX_POINTS", 8)
         file = MetricsFile(str(folder))
         for step, values in enumerate(reported):
-            file.add(step, 100.0 + step, values)
+            file.add(step, 100.0 + step, values, checkpoint=step // 10)
             points = read_points(str(folder))  # as they are after each call
             assert len(points) <= 8
             assert (points[-1].step, points[-1].time, sum(point.calls for point in points)) == (
@@ -39,6 +39,7 @@ def test_no_extreme_and_no_last_value_is_lost(
                 100.0 + step,
                 step + 1,
             )
+            assert points[-1].checkpoint == step // 10
             for name in ("loss", "lr"):
                 before = [value[name] for value in reported[: step + 1] if name in value]
                 kept = [point.metrics[name] for point in points if name in point.metrics]
@@ -56,10 +57,12 @@ def test_no_extreme_and_no_last_value_is_lost(
         b"",
         b"[1, 2.0, 1, {}",
         b"{}",
-        b'[1, 2.0, 1, {"loss": [1, 2]}]',
-        b'[1, 2.0, 1, {"loss": [1, 2, null]}]',
-        b'["1", 2.0, 1, {}]',
-        b"[1, 2.0, 1, []]",
+        b"[1, 2.0, 1, {}]",
+        b'[1, 2.0, 1, {"loss": [1, 2]}, {}, [], null]',
+        b'[1, 2.0, 1, {"loss": [1, 2, null]}, {}, [], null]',
+        b'["1", 2.0, 1, {}, {}, [], null]',
+        b"[1, 2.0, 1, [], {}, [], null]",
+        b'[1, 2.0, 1, {}, {}, [], "7"]',
         b"[" * 10000,
     ],
 )
@@ -71,7 +74,7 @@ def test_what_is_no_point_is_left_out(tmp_path: Path, line: bytes) -> None:
 
 def test_a_hostile_file(tmp_path: Path) -> None:
     assert read_points(str(tmp_path)) == []
-    (tmp_path / NAME).write_text(json.dumps([1, 2.0, 1, {"\x1b[31m" + "x" * 99: [1, 1, 1]}]))
+    (tmp_path / NAME).write_text(json.dumps([1, 2.0, 1, {"\x1b[31m" + "x" * 99: [1, 1, 1]}, {}, [], None]))
     ((name, _),) = read_points(str(tmp_path))[0].metrics.items()
     assert "\x1b" not in name and len(name) < 99
     (tmp_path / NAME).unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -101,7 +102,10 @@ def page_of(job: JobFacts, live: str = "") -> str:
 
 
 def _curves(attempts: Sequence[AttemptMetrics], timeline: Timeline) -> list[tuple[str, list[Curve]]]:
-    """Return the curves of each role, of an allocation of each of its last runs, with their titles."""
+    """Return the curves of each role, of an allocation of each of its last runs, with their titles.
+
+    Each metric has two, over the steps and over the time of the job.
+    """
     places: dict[tuple[str, int], list[AttemptMetrics]] = {}
     for attempt in attempts:
         places.setdefault((attempt.role, attempt.run), []).append(attempt)
@@ -112,7 +116,9 @@ def _curves(attempts: Sequence[AttemptMetrics], timeline: Timeline) -> list[tupl
         where += [f"of {one_line(role)}"] if several else []
         title = " ".join([f"What rank {own[-1].rank} reported", *where])
         moments = [moment for moment in timeline.moments if moment.role in ("", role)]
-        if shown := curves([attempt.points for attempt in own], moments=moments):
+        points = [attempt.points for attempt in own]
+        pairs = zip(*(curves(points, over=over, moments=moments) for over in (None, timeline.job)), strict=True)
+        if shown := [*itertools.chain.from_iterable(pairs)]:
             found.append((title, shown))
     return found
 
@@ -126,7 +132,8 @@ def _activity(job: JobFacts) -> list[tuple[str, list[Curve], list[LateRow]]]:
     for role, attempts in of_roles.items():
         points, ranks = [attempt.points for attempt in attempts], len(job.timeline.last_ranks())
         title = "What the ranks did" + (f" ({one_line(role)})" if len(of_roles) > 1 else "")
-        found.append((title, curves(points, over=job.timeline.job), late_rows(points, ranks, job.timeline.job)))
+        drawn = curves(points, over=job.timeline.job, moments=job.timeline.moments)
+        found.append((title, drawn, late_rows(points, ranks, job.timeline.job)))
     return found
 
 

@@ -59,6 +59,7 @@ class Point(NamedTuple):
         metrics: their values, by name.
         outliers: of the activity of all ranks, the rank farthest from the median, by the name of the metric.
         late: the seconds by which each rank was late, or the last of each of ``MAX_ROWS`` equal parts of them.
+        checkpoint: the step of the last checkpoint; None for none.
     """
 
     step: int
@@ -67,6 +68,7 @@ class Point(NamedTuple):
     metrics: Mapping[str, Values]
     outliers: Mapping[str, str] = {}
     late: Sequence[float] = ()
+    checkpoint: int | None = None
 
     def joined(self, later: Point) -> Point:
         """Return one point for this one and the next."""
@@ -79,17 +81,17 @@ class Point(NamedTuple):
             if name not in self.metrics or later.metrics[name][1] >= self.metrics[name][1]:
                 outliers[name] = rank
         late = [max(pair) for pair in itertools.zip_longest(self.late, later.late, fillvalue=0.0)]
-        return Point(later.step, later.time, self.calls + later.calls, metrics, outliers, late)
+        return Point(later.step, later.time, self.calls + later.calls, metrics, outliers, late, later.checkpoint)
 
     def line(self) -> bytes:
-        return json.dumps(self if self.outliers or self.late else self[:4]).encode()
+        return json.dumps(self).encode()
 
     @classmethod
     def parse(cls, line: bytes) -> Point | None:
         """Parse a line; return None for one that the rank has not written whole, or that something else has."""
         try:
-            step, time, calls, found, *more = safe_files.parse_json(line)
-            if not all(map(_is_number, (step, time, calls))):
+            step, time, calls, found, outliers, late, checkpoint = safe_files.parse_json(line)
+            if not all(map(_is_number, (step, time, calls, checkpoint or 0))):
                 return None
             metrics = {}
             for name, values in [*found.items()][:MAX_METRICS]:
@@ -97,11 +99,10 @@ class Point(NamedTuple):
                 if not all(map(_is_number, values)):
                     return None
                 metrics[one_line(name[:MAX_NAME])] = float(low), float(high), float(last)
-            outliers, late = more or ({}, ())
             named = {name: one_line(str(rank)[:MAX_NAME]) for name, rank in outliers.items() if name in metrics}
             if not all(map(_is_number, late)):
                 return None
-            return cls(int(step), float(time), int(calls), metrics, named, tuple(late[:MAX_ROWS]))
+            return cls(int(step), float(time), int(calls), metrics, named, tuple(late[:MAX_ROWS]), checkpoint)
         except (ValueError, TypeError, AttributeError):
             return None
 
@@ -183,9 +184,10 @@ class MetricsFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(path, flags, 0o600)
 
-    def add(self, step: int, time: float, metrics: Mapping[str, float]) -> None:
+    def add(self, step: int, time: float, metrics: Mapping[str, float], checkpoint: int | None = None) -> None:
         """Add what one call has reported."""
-        self.add_point(Point(step, time, 1, {name: (value, value, value) for name, value in metrics.items()}))
+        values = {name: (value, value, value) for name, value in metrics.items()}
+        self.add_point(Point(step, time, 1, values, checkpoint=checkpoint))
 
     def add_point(self, point: Point) -> None:
         """Add a point for one call."""

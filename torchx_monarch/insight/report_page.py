@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -154,6 +155,7 @@ class Curve(NamedTuple):
         starts: where attempts of the first job after its first begin.
         outlier: the rank farthest from the others when the value was the largest; empty if that is not known.
         marks: where ranks hung, or were slow.
+        checkpoints: where the first job had a newer checkpoint.
     """
 
     name: str
@@ -167,6 +169,7 @@ class Curve(NamedTuple):
     starts: Sequence[float]
     outlier: str
     marks: Sequence[tuple[float, Moment]]
+    checkpoints: Sequence[float]
 
 
 def curves(*jobs: Sequence[Sequence[Point]], over: Span | None = None, moments: Sequence[Moment] = ()) -> list[Curve]:
@@ -228,6 +231,12 @@ def _curve(
         starts=[across(points[0]) for job, points in having if job == 0][1:],
         outlier=max(every, key=lambda point: point.metrics[name][1]).outliers.get(name, ""),
         marks=marks,
+        checkpoints=[
+            across(point)
+            for job, points in having
+            for before, point in itertools.pairwise(points if job == 0 else ())
+            if point.checkpoint != before.checkpoint
+        ],
     )
 
 

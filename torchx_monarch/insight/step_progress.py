@@ -118,7 +118,7 @@ def _report(step: int, total: int | None, checkpoint: int | None, digest: str, m
     if checkpoint not in (None, _checkpoint[0]):
         _checkpoint = checkpoint, now
     if _metrics is not None:
-        _metrics.add(step, now, metrics)
+        _metrics.add(step, now, metrics, _checkpoint[0])
     if _file < 0:
         return
     shown = {
