@@ -21,7 +21,7 @@ PICTURES = {
     "report_light.png": ("", 1000, 1900, False),
     "report_phone.png": ("", 390, 1500, True),
     "compare.png": ("compare", 1000, 1000, False),
-    "web_jobs.png": ("/", 1000, 180, False),
+    "web_jobs.png": ("/", 1000, 220, False),
     "web_logs.png": ("/logs", 1000, 520, True),
 }
 """The files in docs/pictures: the report, another file, or a page of ``torchx monarch web``; width and height of the

@@ -135,6 +135,11 @@ def test_a_job_its_logs_and_its_stacks_live(
     assert list(lines)[-1] == "[r/0] last" and "SUCCEEDED" in list(changes)[-1]
     until(lambda: not psutil.Process(server.pid).children(), "the end of what reads logs")
     assert "has ended" in site.text("/stacks", handle=handle)
+    assert "select two jobs" in site.text("/compare", handle=handle)
+    unknown = site.answer(f"/compare?{urlencode({'handle': [handle, 'x']}, doseq=True)}").read().decode()
+    assert "no job &#39;x&#39;" in unknown
+    both = site.answer(f"/compare?{urlencode({'handle': [handle, handle]}, doseq=True)}").read().decode()
+    assert "<h1>Two jobs</h1>" in both and both.count(handle) == 2
 
 
 def test_in_a_browser(apps: Detached, site: Site, tmp_path: Path) -> None:

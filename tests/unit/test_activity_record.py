@@ -148,6 +148,8 @@ def test_how_it_is_drawn(tmp_path: Path) -> None:
     ]
     (loss,) = curves([reported], moments=moments)
     assert [place for place, _ in loss.marks] == [750.0, 0.0] and loss.checkpoints == [400.0, 800.0]
+    (loss,) = curves([reported], [reported])
+    assert not loss.checkpoints and [job for job, _ in loss.lines] == [0, 1]
     (loss,) = curves([reported], over=timeline.job)
     assert loss.checkpoints == [381.0, 761.9] and (loss.begin, loss.end) == ("0 s", "21.0 s")
     assert late_rows([[Point(0, 105.0, 1, {}, {}, [0.0, 0.0005])]], 2, timeline.job) == []

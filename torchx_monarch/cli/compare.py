@@ -49,11 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the comparison, or write the page."""
-    with opened_job(args.handle) as one, opened_job(resolve(args.other)) as other:
-        jobs = one.read(), other.read()
+    jobs = read_both(args.handle, resolve(args.other))
     differing = [*differences(*jobs)]
     if args.output:
-        write_output(args.output, _page(jobs, differing))
+        write_output(args.output, page_of(jobs))
     elif args.json:
         print_json(
             {
@@ -67,6 +66,11 @@ def run(args: argparse.Namespace) -> None:
         )
     else:
         print("\n".join(_lines(jobs, differing)))
+
+
+def read_both(handle: str, other: str) -> Jobs:
+    with opened_job(handle) as first, opened_job(other) as second:
+        return first.read(), second.read()
 
 
 def differences(one: JobFacts, other: JobFacts) -> Iterator[Difference]:
@@ -151,7 +155,8 @@ def _curves(jobs: Jobs) -> Iterator[Difference]:
         yield name, texts[0], texts[1]
 
 
-def _page(jobs: Jobs, differing: Sequence[Difference]) -> str:
+def page_of(jobs: Jobs) -> str:
+    """Return the page about two jobs."""
     return (
         templates()
         .get_template("compare.html")
@@ -159,6 +164,6 @@ def _page(jobs: Jobs, differing: Sequence[Difference]) -> str:
             jobs=[{"state": job.status.state, "text": headline(job.status)} for job in jobs],
             curves=curves(*map(_last_series, jobs)),
             curve_size=CURVE_SIZE,
-            differences=differing,
+            differences=[*differences(*jobs)],
         )
     )

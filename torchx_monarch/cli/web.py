@@ -28,6 +28,7 @@ from urllib.parse import urlencode
 from jinja2 import Environment
 
 from torchx_monarch.backends.core.errors import BackendError, UserError
+from torchx_monarch.cli import compare
 from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.ls import read_jobs
@@ -104,6 +105,7 @@ class _Site:
         pages = {
             "/": self._jobs,
             "/job": self._job,
+            "/compare": self._compare,
             "/changes": self._changes,
             "/logs": self._logs,
             "/lines": self._lines,
@@ -142,6 +144,12 @@ class _Site:
         jobs, older = await asyncio.to_thread(read_jobs, None, _JOBS)
         return _page("jobs", title="Jobs", jobs=jobs, older=older)
 
+    async def _compare(self, request: Request) -> Response:
+        handles = [_own(handle) for handle in request.query_params.getlist("handle")]
+        if len(handles) != 2:
+            raise UserError("select two jobs to compare")
+        return HTMLResponse(await asyncio.to_thread(lambda: compare.page_of(compare.read_both(*handles))))
+
     async def _job(self, request: Request) -> Response:
         return HTMLResponse(await anext(self._watcher(request).pages()))
 
@@ -177,8 +185,12 @@ class _Site:
 
 
 def _handle(request: Request) -> str:
-    """Return the handle of the job that a request names; raise UserError if this user has submitted none of it."""
-    handle = request.query_params.get("handle", "")
+    """Return the handle of the job that a request names (``_own``)."""
+    return _own(request.query_params.get("handle", ""))
+
+
+def _own(handle: str) -> str:
+    """Return a handle; raise UserError if this user has submitted no job of it."""
     if handle not in (app.handle for app in recorded_apps()):
         raise UserError(f"there is no job {handle!r} of this user on this machine")
     return handle

@@ -155,7 +155,7 @@ class Curve(NamedTuple):
         starts: where attempts of the first job after its first begin.
         outlier: the rank farthest from the others when the value was the largest; empty if that is not known.
         marks: where ranks hung, or were slow.
-        checkpoints: where the first job had a newer checkpoint.
+        checkpoints: where the job, if it is one, had a newer checkpoint.
     """
 
     name: str
@@ -233,8 +233,8 @@ def _curve(
         marks=marks,
         checkpoints=[
             across(point)
-            for job, points in having
-            for before, point in itertools.pairwise(points if job == 0 else ())
+            for _, points in (having if len(jobs) == 1 else ())
+            for before, point in itertools.pairwise(points)
             if point.checkpoint != before.checkpoint
         ],
     )
