@@ -67,7 +67,6 @@ class RankRun:
         self._hosts = hosts
         self._members = hosts.members
         self._members.attempt = Attempt(hosts.members.attempt.hosts)
-        self._gatherer = hosts.gatherer
         self._events = hosts.events
         self._reporter = hosts.reporter
         self._hang_watch = hang_watch
@@ -144,7 +143,7 @@ class RankRun:
 
     async def _start(self, begun: Mapping[int, RunBegun]) -> HostEvent | None:
         """Start the ranks on all hosts; if a further host has come meanwhile, return that instead."""
-        if self._sizes.elastic and (newcomers := self._gatherer.newcomers()):
+        if self._sizes.elastic and (newcomers := self._hosts.gatherer.newcomers()):
             return _joined(newcomers[0])
         attempt, world = self._attempt, await self._new_world(begun)
         if attempt.number > 0:
@@ -209,7 +208,7 @@ class RankRun:
         return None
 
     async def _newcomer(self) -> HostJoined:
-        newcomer = await self._gatherer.newcomer()
+        newcomer = await self._hosts.gatherer.newcomer()
         if self._attempt.exits:  # once ranks have ended, a further host is of no use
             await asyncio.Event().wait()
         return _joined(newcomer)
@@ -353,7 +352,7 @@ class RankRun:
         alike = failed_alike(self._attempt.exits.values(), cause)
         if {self._attempt.exits[rank].replica for rank in alike} == self._attempt.hosts.keys():
             return None
-        return self._gatherer.blame(cause.replica, "failed_alone", failure)
+        return self._hosts.gatherer.blame(cause.replica, "failed_alone", failure)
 
 
 def _joined(host: Registration) -> HostJoined:

@@ -34,7 +34,6 @@ class CommandController:
     def __init__(self, hosts: JobHosts) -> None:
         self.ends_role = True
         self._spec = hosts.spec
-        self._rendezvous = hosts.rendezvous
         self._members = hosts.members
         self._hosts = hosts
         self._events = hosts.events
@@ -124,8 +123,9 @@ class CommandController:
             assert self._attempt.world is not None
             member.launched = await self._hosts.ask_host(LaunchRanks(self._attempt.world), replica)
             self._launched += 1
-            if self._launched == self._spec.replicas:  # again when one of them has started again
-                self._report_start()
+            if (count := self._launched) == self._spec.replicas:  # again when one of them has started again
+                self._reporter.phase("hosts", f"hosts {count}/{count}", count=count)
+                self._attempt.report_start(self._reporter, "commands")
             for ended in await self._hosts.ask_host(WatchRanks(), replica):
                 if ended.stopped_at is None or ended.failed:  # else its host reports why it has stopped it
                     self._attempt.add([ended])
@@ -135,11 +135,6 @@ class CommandController:
                     if replica == 0:
                         self._limit_wait()
             self._members.notify()
-
-    def _report_start(self) -> None:
-        count = self._attempt.size
-        self._reporter.phase("hosts", f"hosts {count}/{count}", count=count)
-        self._attempt.report_start(self._reporter, "commands")
 
     # -- their ends ----------------------------------------------------------------------------------------------------
 
@@ -164,7 +159,7 @@ class CommandController:
             self._events.remove(event)
             self._reporter.line(f"{event.result.reason}; the other commands go on")
             self._forget(event.replica)
-            await self._rendezvous.dismiss(event.replica, event.result)
+            await self._hosts.rendezvous.dismiss(event.replica, event.result)
             return None
         result = event.result
         self.ends_role = not (leaves and event.replica == 0 and self._is_replaced(0))
@@ -176,7 +171,7 @@ class CommandController:
             await asyncio.wait(watching, timeout=EARLY_FAILURES_WITHIN)
         if self.ends_role:
             # Hosts that are started again are put off until replica 0 is.
-            self._rendezvous.put_off_restarted_hosts()
+            self._hosts.rendezvous.put_off_restarted_hosts()
             await self._hosts.stop(event.signal, self._spec.grace)
         if failed := event.result.cause:
             result = self._failure((self._attempt.cause if self.ends_role else None) or failed)

@@ -38,9 +38,7 @@ class Controller:
     def __init__(self, hosts: JobHosts, hang_watch: HangWatch, queue: RunQueue | None = None) -> None:
         self._sizes = hosts.sizes
         self._replacements_left = hosts.spec.replacements
-        self._rendezvous = hosts.rendezvous
         self._events = hosts.events
-        self._gatherer = hosts.gatherer
         self._hosts = hosts
         self._members = hosts.members
         self._hang_watch = hang_watch
@@ -107,7 +105,7 @@ class Controller:
 
     async def _gather(self, wait: float) -> HostEvent | None:
         """Gather the hosts of the next attempt, and wait some seconds for more than it needs; return what ends that."""
-        event = await self._events.until_event(self._gatherer.gather(wait), concerns_hosts)
+        event = await self._events.until_event(self._hosts.gatherer.gather(wait), concerns_hosts)
 
         def is_answered(event: HostEvent) -> bool:
             """Whether a mesh of these hosts is the answer to an event: its host is gone, or has joined."""
@@ -127,7 +125,7 @@ class Controller:
         # The controller runs on replica 0, so an event of replica 0 ends the job.
         goes_on = changes_hosts and event.replica != 0 and (self._sizes.can_lose or self._replacements_left > 0)
         if not goes_on:
-            self._rendezvous.put_off_restarted_hosts()
+            self._hosts.rendezvous.put_off_restarted_hosts()
         await self._run.stop(event.signal)
         # One new mesh is the answer to all of these.
         answered = (HostLost, HostJoined)
@@ -136,7 +134,7 @@ class Controller:
                 self._hosts.settle(other)
         if not goes_on:
             return event.result
-        if shortage := self._gatherer.why_too_few(are_replaced=self._replacements_left > 0):
+        if shortage := self._hosts.gatherer.why_too_few(are_replaced=self._replacements_left > 0):
             return JobResult(1, f"{event.result.reason}; {shortage}")
         return None
 
@@ -146,12 +144,12 @@ class Controller:
         A preempted host leaves alone a job that can lose hosts, if more hosts than the minimum are present.
         """
         if isinstance(event, HostLost):
-            self._gatherer.blame(event.replica, "lost", event.result.reason)
+            self._hosts.gatherer.blame(event.replica, "lost", event.result.reason)
             return True
         leaves = event.replica != 0 and isinstance(event, HostPreempted) and self._sizes.can_lose
         if not leaves or self._members.able_count <= self._sizes.min_hosts:
             return False
-        await self._rendezvous.dismiss(event.replica, event.result)
+        await self._hosts.rendezvous.dismiss(event.replica, event.result)
         return True
 
     def _count_change(self, event: HostEvent) -> float:

@@ -35,8 +35,6 @@ class HangWatch:
         self._members = hosts.members
         self._slow_watch = SlowWatch(hosts)
         self._reporter = hosts.reporter
-        self._hang_after = hosts.spec.hang_after
-        self._on_hang = hosts.spec.on_hang
         self._rests = 0
         self._since = 0.0
         self._reported: Hang | None = None
@@ -60,7 +58,7 @@ class HangWatch:
         So must ranks that wait inside the kernel for ``kernel_timeout`` seconds; 0 for no limit.
         """
         loop, slow_watch = asyncio.get_running_loop(), self._slow_watch
-        hang_after = self._hang_after or math.inf
+        hang_after = self._hosts.spec.hang_after or math.inf
         kernel_after = min(hang_after, kernel_timeout or math.inf)
         every = max(_SHORTEST, kernel_after / _LOOKS)
         self._since, self._reported, pause, failure = loop.time(), None, every, ""
@@ -90,7 +88,7 @@ class HangWatch:
                 if failure != (failure := f"{type(error).__name__}: {error}"):
                     self._reporter.line(f"the watch for hangs goes on after an error: {failure}")
                 continue
-            if hang is not None and (self._on_hang != "observe" or 0 < kernel_timeout <= in_kernel):
+            if hang is not None and (self._hosts.spec.on_hang != "observe" or 0 < kernel_timeout <= in_kernel):
                 return hang
 
     async def _compare(self, hang: Hang | None) -> Hang | None:

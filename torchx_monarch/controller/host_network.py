@@ -187,10 +187,6 @@ class HostNetwork:
 
     # -- the server ----------------------------------------------------------------------------------------------------
 
-    @property
-    def is_listening(self) -> bool:
-        return self._listener is not None
-
     def listen(self, at: Address | None = None, say: Callable[[str], None] | None = None) -> str:
         """Serve connections at an address, or at any; return the address at which this host does so already, or now.
 

@@ -52,7 +52,6 @@ class MeshClients:
 
     def __init__(self, hosts: JobHosts, credentials: str, queue: RunQueue | None = None) -> None:
         self._hosts = hosts
-        self._network = hosts.rendezvous.network
         self._credentials = credentials
         self._queue = queue
         self._ends_hosts = queue is not None and queue.ends_with_mesh
@@ -62,7 +61,7 @@ class MeshClients:
         names = peer.greeting.get("names")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) > _MAX_NAMES:
             raise RendezvousError(f"names of a client are a list of at most {_MAX_NAMES} texts")
-        leaf = self._leaf(names) if self._network.identity is not None else None
+        leaf = self._leaf(names) if self._hosts.rendezvous.network.identity is not None else None
         await peer.while_connected(self._attach(leaf, peer))
 
     def _leaf(self, names: Sequence[str]) -> dict[str, str]:
@@ -118,7 +117,7 @@ class MeshClients:
             replica, reason = next(iter(sorted(missing.items())))
             raise RendezvousError(f"host {replica} has no worker loop for actors: {reason}")
         members = [(host, ready[host.replica]) for host in hosts]
-        if reason := await self._network.why_unreachable(members):
+        if reason := await self._hosts.rendezvous.network.why_unreachable(members):
             raise RendezvousError(reason)
         return members
 

@@ -146,7 +146,7 @@ class Rendezvous:
         members, end = self.members, time.monotonic() + timeout
         if telling := [asyncio.ensure_future(member.send_result(result)) for member in members.connected.values()]:
             await asyncio.wait(telling, timeout=timeout)  # in parallel: a host that does not read must not delay others
-        if not members.has_begun and self.network.is_listening:
+        if not members.has_begun:
             await members.until(lambda: not members.unseen, min(_LATECOMERS, timeout))
         await members.until(lambda: not members.connected, end - time.monotonic())
         self.network.close()

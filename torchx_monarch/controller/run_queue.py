@@ -175,7 +175,6 @@ class RunQueue:
         self._events = hosts.events
         self.idle_timeout = allocation.idle_timeout
         self.ends_with_mesh = allocation.ends_with_mesh
-        self._rendezvous = hosts.rendezvous
         self._reporter = hosts.reporter
         self._default_command = allocation.words
         self._log_dir = log_dir
@@ -349,7 +348,7 @@ class RunQueue:
             "idle_timeout": self.idle_timeout,
             "warm": self._is_warm(),
         }
-        return {**self._rendezvous.state(), "ended": self._result is not None, "live": live}
+        return {**self.hosts.rendezvous.state(), "ended": self._result is not None, "live": live}
 
     def submit(self, request: RunRequest) -> Run:
         """Accept a run and queue it; raise ``RendezvousError`` if it is refused."""
