@@ -27,8 +27,10 @@ _PACKAGE = _ROOT / "torchx_monarch"
 _ROW = re.compile(r"^\| ([\w ,`]+) \| ([\d,]+) \|", re.MULTILINE)
 _COLLECTION = re.compile(
     r"(dict|set|frozenset|list|tuple|deque|Mapping|Sequence|Collection)\[(int|Registration|Member)\b"
-    r"(?!, (RankExit|RankPace|_Waiting|HostCall))|set\(replicas\)"  # those are by rank, or by the number of a call
+    r"(?!, (_Waiting|HostCall))|set\(replicas\)"  # those are by rank, or by the number of a call
 )
+_NOT_OF_HOSTS = ("Members.", "Attempt.", "SlowWatch.")
+"""The one table of hosts, and what has numbers of ranks."""
 
 
 def _modules(*folders: str) -> Iterator[Path]:
@@ -94,7 +96,7 @@ def _of_hosts() -> set[str]:
     return {
         name
         for name, type_name in _attributes("controller", "transport")
-        if _COLLECTION.match(type_name) and not name.startswith(("Members.", "Attempt."))
+        if _COLLECTION.match(type_name) and not name.startswith(_NOT_OF_HOSTS)
     }
 
 

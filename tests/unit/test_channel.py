@@ -278,7 +278,7 @@ def test_a_cut_between_the_first_hosts_of_two_roles_ends_neither(tmp_path: Path)
         server = RoleServer(job.rendezvous, HostSpec("app", "a", peer_roles=1), reporter)
         network = HostNetwork(job.network.rendezvous, HostSpec("app", "b"), identity=job.network.identity)
         async with job.started():
-            client = RoleClient(Rendezvous(network), network, network.rendezvous, reporter)
+            client = RoleClient(Rendezvous(network), network.rendezvous, reporter)
             await until_async(lambda: server._arrived, "the other role")
             job.proxy.cut()
             again = "replica 0 of role 'b': it has connected again, after the network broke its connection: "
@@ -298,7 +298,7 @@ def test_the_first_role_does_not_wait_for_one_that_has_ended_and_resets_its_conn
         server = RoleServer(job.rendezvous, HostSpec("app", "a", peer_roles=1), reporter)
         network = HostNetwork(job.network.rendezvous, HostSpec("app", "b"), identity=job.network.identity)
         async with job.started():
-            client = RoleClient(Rendezvous(network), network, network.rendezvous, reporter)
+            client = RoleClient(Rendezvous(network), network.rendezvous, reporter)
             await until_async(lambda: server._arrived, "the other role")
             await client.end(JobResult(7, "boom"), WITHIN)
             await until_async(lambda: job.rendezvous.events.pending, "the end of the other role")

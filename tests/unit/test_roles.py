@@ -34,7 +34,7 @@ def address() -> Address:
 async def serving() -> AsyncIterator[tuple[Rendezvous, RoleServer]]:
     options = HostSpec("app", "a", peer_roles=1)
     rendezvous = Rendezvous(HostNetwork(address(), options))
-    server = coordinator(rendezvous, HostNetwork(address(), options), {}, REPORTER)
+    server = coordinator(rendezvous, {}, REPORTER)
     assert isinstance(server, RoleServer)
     await rendezvous.start()
     try:

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchx_monarch.controller.host_events import Changes, StopRequested
-from torchx_monarch.controller.host_network import HostNetwork, LaterError, Peer, RendezvousError
+from torchx_monarch.controller.host_network import LaterError, Peer, RendezvousError
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import PutOffError, open_channel
 from torchx_monarch.insight.progress import Reporter
@@ -140,16 +140,14 @@ class RoleServer:
 class RoleClient:
     """The client of the server, on replica 0 of another role."""
 
-    def __init__(self, rendezvous: Rendezvous, network: HostNetwork, server: Address, reporter: Reporter) -> None:
-        self._role = network.options.role
+    def __init__(self, rendezvous: Rendezvous, server: Address, reporter: Reporter) -> None:
         self._events = rendezvous.events
-        self._network = network
+        self._network = rendezvous.network
         self._server = server
         self._reporter = reporter
         self._why = "no answer yet"
         self._may_begin = asyncio.Event()
-        self._registered = asyncio.Event()
-        self._channel: Channel | None = None
+        self._registered: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
         self._ended = False
         self._connection = asyncio.ensure_future(self._stay_registered())
 
@@ -162,10 +160,10 @@ class RoleClient:
     async def end(self, result: JobResult, timeout: float) -> None:
         """Send the result to the first role, if it is there."""
         self._ended = True
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._registered.wait(), _REPORTED_WITHIN)
-        if self._channel is not None:
-            await self._channel.send({"type": "ended", **_explained(result, self._role)})
+        await asyncio.wait([self._registered], timeout=_REPORTED_WITHIN)
+        if self._registered.done():
+            message = {"type": "ended", **_explained(result, self._network.options.role)}
+            await self._registered.result().send(message)
 
     def _not_registered(self, error: Exception) -> None:
         self._why = str(error)
@@ -174,16 +172,15 @@ class RoleClient:
 
     async def _stay_registered(self) -> None:
         """Register, and again after a refusal: the role starts without the server if nothing listens there."""
-        greeting = {"type": "register-role", "role": self._role}
+        greeting = {"type": "register-role", "role": self._network.options.role}
         while True:
             try:
                 _, channel = await open_channel(self._network, self._server, greeting, _TRY_FOR, self._not_registered)
                 break
             except RendezvousError:
                 await asyncio.sleep(_REGISTER_AGAIN)
-        self._channel = channel
         self._may_begin.set()
-        self._registered.set()
+        self._registered.set_result(channel)
         leases = Leases(self._network.options.lease, lambda: [channel], sends=True)
         leases.start()
         try:
@@ -191,7 +188,6 @@ class RoleClient:
         finally:
             leases.stop()
             channel.close()
-            self._channel = None
 
     async def _follow(self, channel: Channel) -> None:
         await channel.send({"type": "ready"})
@@ -212,15 +208,13 @@ class RoleClient:
         await asyncio.Event().wait()  # keep the connection open: it shows that hosts of this role still exist
 
 
-def coordinator(
-    rendezvous: Rendezvous, network: HostNetwork, environ: Mapping[str, str], reporter: Reporter
-) -> RoleServer | RoleClient:
+def coordinator(rendezvous: Rendezvous, environ: Mapping[str, str], reporter: Reporter) -> RoleServer | RoleClient:
     """Return the part of this replica 0 in the coordination. A server without other roles does nothing."""
-    options = network.options
+    options = rendezvous.network.options
     if not options.application:
         return RoleServer(rendezvous, options, reporter)
     server = Address.parse(expand_address(options.application, environ, is_first=False), "--application")
-    return RoleClient(rendezvous, network, server, reporter)
+    return RoleClient(rendezvous, server, reporter)
 
 
 def _explained(result: JobResult, role: str, adopted: str = "") -> dict[str, Any]:

@@ -207,7 +207,7 @@ class HostProcess:
         rendezvous = Rendezvous(host.network, workload.sizes.min_hosts, host.reporter.line)
         self._spawn(host.reporter.show_life())
         controller = workload.controller(rendezvous)
-        coordination = coordinator(rendezvous, host.network, host.environ, host.reporter)
+        coordination = coordinator(rendezvous, host.environ, host.reporter)
         host.report = functools.partial(rendezvous.report, rendezvous.register(registration))
         try:
             await rendezvous.start()
