@@ -43,7 +43,7 @@ class NodeRange:
 
     Attributes:
         min_hosts: they have ``join_timeout`` seconds to arrive.
-        most: maximum, without spare hosts; those above the minimum have ``last_call`` seconds more.
+        max_hosts: without the spare ones; those above the minimum have ``last_call`` seconds more.
     """
 
     min_hosts: int
