@@ -77,6 +77,7 @@ class Run:
         token: identifies the run on the hosts, even after a restart of this replica 0.
         run_log: its log, which is opened when it begins; None before, and if it ends before.
         opened: set when its log is open, or the run has ended.
+        timer: ends the run when its timeout has passed; None without one.
     """
 
     number: int
@@ -89,6 +90,7 @@ class Run:
     started: float = 0.0
     ended: float = 0.0
     result: JobResult | None = None
+    timer: asyncio.TimerHandle | None = None
     ranks: int = 0
 
     @property
@@ -226,7 +228,7 @@ class RunQueue:
         if run.request.timeout is not None:
             reason = f"run {run.number} was ended by its timeout of {run.request.timeout:g} s"
             result = JobResult(TIMED_OUT, reason, stopped=True)
-            asyncio.get_running_loop().call_later(run.request.timeout, self.end_run, run, result)
+            run.timer = asyncio.get_running_loop().call_later(run.request.timeout, self.end_run, run, result)
         self._reporter.echo = lambda text: run.append({"type": "phase", "text": text})
         self._reporter.report("run", f"run {run.number}: {run.request.shown}", run=run.number)
         return run
@@ -323,6 +325,8 @@ class RunQueue:
             run.append(record)
         run.close_log()
         run.opened.set()
+        if run.timer is not None:
+            run.timer.cancel()  # which would keep the run for as long
         for forgotten in [run for run in self._known if run.result is not None][:-_MAX_RUNS]:
             self._known.remove(forgotten)
         self._busy_at = time.monotonic()
