@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
+import io
 import math
 import os
 import threading
@@ -28,6 +28,14 @@ from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_files, log_reader
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.line_output import CONTINUED, lines_of
+
+ROLE = Role("r", "image", entrypoint="torchrun", args=["--role=r", "--tee=3", "--nproc-per-node=2", "x.py"])
+APP = AppSnapshot(
+    "a",
+    "a",
+    [RoleSnapshot(RoleSpec("r"), [ReplicaSnapshot("r", 0, State.SUCCEEDED)])],
+    AppDef("a", [ROLE]),
+)
 
 
 @pytest.fixture
@@ -243,6 +251,16 @@ def test_an_error_of_a_log_is_raised() -> None:
         list(LogMerge({"x": broken()}, follow=False))
 
 
+def test_on_a_terminal_the_progress_bar_of_a_rank_moves(
+    terminal: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", terminal)
+    printer = logs._Printer(APP, timestamps=False, as_json=False)
+    texts = ["[r0]:\r 10%", "\r 20%", "\n", "[r1]:x\n"]
+    found = printer.parsed([(("r", 0), TimedLines(1.0, text)) for text in texts], [range(1)])
+    assert [lines.text for _, lines in found] == ["\r 10%", "\r 20%", "\n"]
+
+
 def test_the_last_lines_of_a_rank_are_looked_for_until_there_are_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,12 +272,9 @@ def test_the_last_lines_of_a_rank_are_looked_for_until_there_are_enough(
         tails.append(tail)
         yield from (TimedLines(1.0, text) for text in texts[-tail:])
 
-    role = Role("r", "image", entrypoint="torchrun", args=["--role=r", "--tee=3", "--nproc-per-node=2", "x.py"])
-    app = AppSnapshot("a", "a", [RoleSnapshot(RoleSpec("r"), [ReplicaSnapshot("r", 0, State.SUCCEEDED)])])
-    app = dataclasses.replace(app, app=AppDef("a", [role]))
     scheduler = SimpleNamespace(apps=SimpleNamespace(replica_log=replica_log))
     status = SimpleNamespace(state=State.SUCCEEDED)
-    job = SimpleNamespace(scheduler=scheduler, read_app=lambda: (app, status))
+    job = SimpleNamespace(scheduler=scheduler, read_app=lambda: (APP, status))
     monkeypatch.setattr(logs, "opened_job", lambda _: contextlib.nullcontext(job))
     names = ("role", "since", "timestamps", "follow", "json")
     logs.run(argparse.Namespace(handle="s://x/a", rank=[range(1)], tail=2, **dict.fromkeys(names)))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import math
+import queue
 import sys
 import threading
 import time
@@ -228,9 +229,9 @@ class LogMerge(Generic[K]):
         self._keys = list(logs)
         self._follow = follow
         self._on_idle, self._on_wait = on_idle, on_wait
-        # What the threads have read, and at the end of a log None, or why it cannot be read.
+        # What the threads have read of which log, and at its end None, or why it cannot be read.
+        self._come = queue.SimpleQueue[tuple[int, TimedLines | Exception | None]]()
         self._held: list[deque[TimedLines | Exception | None]] = [deque() for _ in self._keys]
-        self._has_come = threading.Event()  # the first line of a log of which none was held
         self._open = set(range(len(self._keys)))
         self._latest = [0.0] * len(self._keys)
         self._room = _HELD // max(1, len(self._keys))
@@ -249,16 +250,10 @@ class LogMerge(Generic[K]):
                 while self._read_sizes[index] - self._yielded_sizes[index] >= self._room:
                     time.sleep(_PAUSE)
                 self._read_sizes[index] += len(lines.text)
-                self._put(index, lines)
+                self._come.put((index, lines))
         except Exception as error:
             failure = error
-        self._put(index, failure)
-
-    def _put(self, index: int, item: TimedLines | Exception | None) -> None:
-        held = self._held[index]
-        held.append(item)
-        if len(held) == 1:
-            self._has_come.set()
+        self._come.put((index, failure))
 
     def __iter__(self) -> Iterator[tuple[K, TimedLines]]:
         while self._heap or self._open:
@@ -279,15 +274,15 @@ class LogMerge(Generic[K]):
         return max(0.0, last + PATIENCE - time.monotonic())
 
     def _take(self, timeout: float) -> bool:
-        """Notice what has come of silent logs; return False if nothing has in time."""
-        end = time.monotonic() + timeout
-        while not self._has_come.is_set():
-            if (left := end - time.monotonic()) <= 0.0:
-                return False
+        """Take what has come of any log; return False if nothing has in time."""
+        if timeout and self._come.empty():
             self._on_wait()
-            self._has_come.wait(min(left, threading.TIMEOUT_MAX))
-        self._has_come.clear()
-        for index in [index for index in self._silent if self._held[index]]:
+        try:
+            index, item = self._come.get(timeout=min(timeout, threading.TIMEOUT_MAX))
+        except queue.Empty:
+            return False
+        self._held[index].append(item)
+        if index in self._silent:
             self._next(index)
         return True
 
