@@ -163,9 +163,9 @@ def test_a_rank_that_does_not_come(folder: Path, script: Callable[[str], str]) -
         import torchx_monarch as tm
         for step in tm.steps(range(1_000_000)):
             time.sleep(0.001)
-            if step == 5:
+            if step == 8 - rank:
                 print("running", flush=True)
-                time.sleep(1000 * rank)
+                time.sleep(1000)  # rank 0 as in a collective, which the other has not called
     """)
     options = ("--grace", "2", "--preload", "")
     hosts = running(Hosts(folder, torchrun(path), options=options).start(), 2)

@@ -86,6 +86,17 @@ def begins(done: list[str]) -> list[int]:
     return [int(line.split()[3]) for line in done if line.startswith("attempt")]
 
 
+def kill_four_times(folder: Path, draw: random.Random, **more: Any) -> None:
+    """Train on one, two or four hosts, of which ranks are killed at random moments; check the end."""
+    hosts = draw.choice((1, 2, 4))
+    kills = [
+        f"{at}:{draw.randrange(2 * hosts)}:{draw.randint(2 * at, 2 * at + 1)}:{draw.choice(PHASES)}" for at in range(4)
+    ]
+    done = Training(folder, *(word for kill in kills for word in ("--kill", kill)), hosts=hosts, **more).finish()
+    steps = [line for line in done if line.isdecimal()]
+    assert len(steps) - len({*steps}) <= len(begins(done)) - 1
+
+
 def change_sizes(
     folder: Path, sizes: Sequence[int], draw: random.Random, returns: bool = False, **more: Any
 ) -> list[str]:
@@ -184,15 +195,7 @@ def test_all_hosts_have_what_rank_0_alone_has_saved(folder: Path) -> None:
 @pytest.mark.nightly(reason="500 kills of ranks at random moments, with one, two and four hosts")
 @pytest.mark.parametrize("seed", range(125))
 def test_kills_at_random_moments(folder: Path, seed: int) -> None:
-    draw = random.Random(seed)
-    hosts = draw.choice((1, 2, 4))
-    kills = [
-        f"{at}:{draw.randrange(2 * hosts)}:{draw.randint(2 * at, 2 * at + 1)}:{draw.choice(PHASES)}" for at in range(4)
-    ]
-    training = Training(folder, *(word for kill in kills for word in ("--kill", kill)), hosts=hosts)
-    done = training.finish()
-    steps = [line for line in done if line.isdecimal()]
-    assert len(steps) - len({*steps}) <= len(begins(done)) - 1
+    kill_four_times(folder, random.Random(seed))
 
 
 @pytest.mark.nightly(reason="the same as with one lost host above, before, during and after its copy is made")

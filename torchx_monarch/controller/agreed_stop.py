@@ -55,11 +55,13 @@ class AgreedStop:
     async def describe_left(self) -> str:
         """Return which ranks have not come to the step, or not ended after it; empty if their hosts do not say."""
         answers, _ = await self._hosts.collect(StopAtStep(), self._hosts.spec.lease)
-        left = [rank for answer in answers.values() for rank in answer.left]
+        left = [found for answer in answers.values() for found in answer.left]
         if not left:
             return ""
+        furthest_behind, _ = min(left)  # others may wait for it, as in a collective
+        ranks = [rank for passed, rank in left if passed == furthest_behind]
         did = f"did not end after {self.step}" if self.is_agreed else "did not come to the step"
-        return f"rank{'s' if len(left) > 1 else ''} {listed(left)} {did}"
+        return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} {did}"
 
     @property
     def step(self) -> str:

@@ -364,7 +364,8 @@ class StepsRead:
 
     ``passed`` are the stop points that the furthest rank has passed, ``done`` the steps that it has done, and ``step``
     the number of the last one, if they have numbers. ``is_used``: whether any has begun a loop. ``running`` is the
-    number of ranks that run, and ``left`` are those of them that do not wait at the target; once it is confirmed, all.
+    number of ranks that run, and ``left`` are those of them that do not wait at the target; once it is confirmed, all:
+    how many stop points each has passed, and its number.
     """
 
     passed: int = 0
@@ -372,7 +373,7 @@ class StepsRead:
     step: int | None = None
     is_used: bool = False
     running: int = 0
-    left: tuple[int, ...] = ()
+    left: tuple[tuple[int, int], ...] = ()
 
 
 def rank_views(samples: RankSamples, before: RankSamples = NO_SAMPLES) -> list[RankView]:

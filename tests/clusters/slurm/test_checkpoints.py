@@ -12,11 +12,11 @@ import pytest
 from torchx.specs import AppState, RetryPolicy
 
 from tests.clusters.slurm.apps import Apps
-from tests.local.test_checkpoints import change_sizes
+from tests.local.test_checkpoints import change_sizes, kill_four_times
 
 
 class SlurmHosts:
-    """The hosts of an elastic job, as ``change_sizes`` uses them.
+    """The hosts of a job, as ``Training`` uses them.
 
     Args:
         of_nodes: whether a host is lost with its node, which does not come back; else its task starts it again.
@@ -28,7 +28,8 @@ class SlurmHosts:
 
     def make(self, folder: Path, command: list[str], replicas: int, **more: object) -> SlurmHosts:
         retries = {} if self._of_nodes else {"max_retries": 9, "retry_policy": RetryPolicy.REPLICA}
-        role = self._apps.role(*command, replicas=replicas, min_replicas=1, **retries)
+        fewest = command[command.index("--nnodes") + 1].partition(":")[0]
+        role = self._apps.role(*command, replicas=replicas, min_replicas=int(fewest), **retries)
         self._handle = self._apps.run(role, lease=5)
         return self
 
@@ -66,3 +67,9 @@ def test_an_elastic_job_goes_on_when_hosts_are_lost_and_come(
         shutil.rmtree(scratch)
         for node in hosts.lost:
             apps.cluster.restore_node(node)
+
+
+@pytest.mark.nightly("the same on this machine")
+@pytest.mark.parametrize("seed", range(10))
+def test_kills_at_random_moments(apps: Apps, tmp_path: Path, seed: int) -> None:
+    kill_four_times(tmp_path, random.Random(seed), make=SlurmHosts(apps, of_nodes=True).make)

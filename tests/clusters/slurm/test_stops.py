@@ -104,7 +104,7 @@ def test_no_step_is_done_twice(apps: Apps, tmp_path: Path, seed: int) -> None:
 @pytest.mark.nightly("the same for each kind of stop; test_a_rank_that_does_not_come has one on this machine")
 def test_a_rank_that_does_not_come_is_ended_and_named(apps: Apps, tmp_path: Path) -> None:
     stops = [stop for stop in KINDS if stop is not put_back]  # Slurm's KillWait is shorter than the grace period
-    jobs = {stop: Job(apps, tmp_path / stop.__name__, 1000, stuck=3, grace=5) for stop in stops}
+    jobs = {stop: Job(apps, tmp_path / stop.__name__, 1_000_000, stuck=3, grace=5) for stop in stops}
     for job in jobs.values():
         job.until_trains(5)
     for stop, job in jobs.items():

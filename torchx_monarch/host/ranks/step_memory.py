@@ -93,13 +93,15 @@ class StepMemory:
         if furthest is None:
             return StepsRead()
         return StepsRead(
-            passed=max(0, min(furthest[steps.PASSED], _HIGHEST)),
+            passed=_count(furthest[steps.PASSED]),
             done=_done(furthest),
             step=_last_step(furthest),
             is_used=any(fields[steps.SINCE] for fields in memory),
             running=len(running),
             left=tuple(
-                rank for rank, fields in running if self._is_confirmed or fields[steps.WAITS_AT] != self._target
+                (_count(fields[steps.PASSED]), rank)
+                for rank, fields in running
+                if self._is_confirmed or fields[steps.WAITS_AT] != self._target
             ),
         )
 
@@ -113,11 +115,15 @@ class StepMemory:
             os.pwrite(self._file.fileno(), _WORD.pack(value), local_rank * _RANK.size + field * _WORD.size)
 
 
+def _count(said: int) -> int:
+    return max(0, min(said, _HIGHEST))
+
+
 def _done(fields: Sequence[int]) -> int:
     """Return how many steps a rank has done: all that it has begun if it waits at a stop point."""
     waits = fields[steps.WAITS_AT] == fields[steps.PASSED] > 0
     done = fields[steps.BEGUN] if waits else fields[steps.PASSED] - fields[steps.LOOPS]
-    return max(0, min(done, _HIGHEST))
+    return _count(done)
 
 
 def _last_step(fields: Sequence[int]) -> int | None:
