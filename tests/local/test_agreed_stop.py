@@ -271,6 +271,32 @@ def test_cancel_save_when_all_steps_are_done(apps: Detached, script: Callable[[s
     assert apps.wait(app_id).state is AppState.SUCCEEDED
 
 
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_cancel_while_another_client_saves(
+    apps: Detached, script: Callable[[str], str], *, is_interrupted: bool
+) -> None:
+    path = script("""
+        import torchx_monarch as tm
+        for step in tm.steps(range(2)):
+            print("running", flush=True)
+            time.sleep(1000)
+    """)
+    command = torchrun(path)
+    app_id = apps.run(Role("r", "", entrypoint=command[0], args=command[1:]), preload="none", grace=30)
+    until(lambda: "\n".join(apps.log(app_id)).count("running") == 2, "the ranks")
+    words = [sys.executable, "-m", "torchx.cli.main", "cancel", "--save", apps.handle(app_id)]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as saving:
+        until(lambda: "the ranks end at one step" in "\n".join(apps.log(app_id)), "the request")
+        if is_interrupted:
+            saving.send_signal(signal.SIGINT)
+            assert saving.wait(WITHIN) == 130
+        apps.scheduler.cancel(app_id)
+        assert apps.wait(app_id).state is AppState.CANCELLED
+        said = saving.communicate(timeout=WITHIN)[1]
+    assert is_interrupted or "not saved" in said and saving.returncode == 0, said
+    assert "SIGKILL" not in "\n".join(apps.log(app_id))
+
+
 @pytest.mark.nightly("the same as a signal to all hosts, by the supervisor")
 def test_a_machine_that_shuts_down(apps: Detached, train: list[str]) -> None:
     app_id, output = run(apps, train)

@@ -216,20 +216,29 @@ class Rendezvous:
             await peer.send(self.state())
             return
         ended = asyncio.get_running_loop().create_future()
+
+        async def answer() -> None:
+            result = await ended
+            await peer.send({**self.state(), "reason": result.reason, "stopped": result.stopped})
+
         self._cancelling.append(ended)
-        result = await ended
-        await peer.send({**self.state(), "reason": result.reason, "stopped": result.stopped})
+        try:
+            await peer.while_connected(answer())
+        finally:
+            self._cancelling.remove(ended)
 
     async def await_cancel(self, result: JobResult) -> None:
         """Tell clients that wait for it how the job has ended, and wait until they have cancelled it.
 
-        Its backend would take the exit code of hosts that end before for a failure.
+        Its backend would take the exit code of hosts that end before for a failure. Another client may have cancelled
+        it before the ranks had ended.
         """
         if self._cancelling:
-            self.events.take(lambda event: True)
+            self.events.take(lambda event: event.result is _STOPPED)
             for ended in self._cancelling:
                 ended.set_result(result)
-            await self.events.until_event(asyncio.sleep(_CANCELLED_WITHIN if result.stopped else 0.0))
+            cancelling = asyncio.sleep(_CANCELLED_WITHIN if result.stopped else 0.0)
+            await self.events.until_event(cancelling, lambda event: event.replica == 0)
 
     def _admit(self, greeting: messages.Message) -> Registration:
         host = decode(Registration, greeting.get("host"), "the registration")
