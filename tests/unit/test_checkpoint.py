@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import errno
-import json
+import math
 import os
 import subprocess
 import sys
@@ -16,9 +16,10 @@ import pytest
 
 from tests.unit.test_sync_store import write
 from torchx_monarch import checkpoint, last_checkpoint
-from torchx_monarch.system import cgroups, run_dirs
+from torchx_monarch.model.codec import decode
+from torchx_monarch.system import cgroups, run_dirs, safe_files
 from torchx_monarch.training import saved
-from torchx_monarch.training.checkpoint import MEMORY
+from torchx_monarch.training.checkpoint import MEMORY, Written
 
 Be = Callable[..., None]
 
@@ -111,8 +112,9 @@ def test_in_memory_an_exception_leaves_no_mark_and_the_user_gets_it(tmp_path: Pa
     with pytest.raises(KeyError), checkpoint(5):
         raise KeyError
     assert os.listdir(tmp_path / "writing_5") == ["step_5"]
-    save(tmp_path / "user", 5)
-    assert json.loads((tmp_path / "writing_5" / "rank_0").read_text())["persist"] == str(tmp_path / "user")
+    save(tmp_path / "user", 5, persist_every=math.inf)
+    written = decode(Written, safe_files.read_json(tmp_path / "writing_5" / "rank_0"), "")
+    assert written.persist == str(tmp_path / "user") and written.persist_every > 1e300
     (tmp_path / "last").symlink_to(tmp_path / "writing_5" / "step_5")
     assert last_checkpoint() == tmp_path / "writing_5" / "step_5"
 

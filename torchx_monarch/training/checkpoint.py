@@ -98,7 +98,7 @@ def checkpoint(
     written = Written(
         ranks=tuple(sorted(ranks or ())),
         persist=os.path.abspath(persist) if persist else "",
-        persist_every=float(persist_every),
+        persist_every=min(float(persist_every), sys.float_info.max),  # JSON has no infinity
         shared=bool(shared),
     )
     if memory := os.environ.get(MEMORY):
