@@ -104,6 +104,7 @@ def saved_at(text: str, ranks: int) -> int:
 
 
 _ALSO = pytest.mark.nightly("between the two that always run")
+_ANOTHER = pytest.mark.nightly("another way to the same wait")
 
 
 @pytest.mark.parametrize(
@@ -271,7 +272,7 @@ def test_cancel_save_when_all_steps_are_done(apps: Detached, script: Callable[[s
     assert apps.wait(app_id).state is AppState.SUCCEEDED
 
 
-@pytest.mark.parametrize("is_interrupted", [True, False])
+@pytest.mark.parametrize("is_interrupted", [True, pytest.param(False, marks=_ANOTHER)])
 def test_cancel_while_another_client_saves(
     apps: Detached, script: Callable[[str], str], *, is_interrupted: bool
 ) -> None:

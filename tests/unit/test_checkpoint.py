@@ -32,6 +32,7 @@ def be(monkeypatch: pytest.MonkeyPatch) -> Be:
         values = {"RANK": rank, "WORLD_SIZE": 2, "TORCHELASTIC_RESTART_COUNT": start, MEMORY: memory or ""}
         for name, value in values.items():
             monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr("torchx_monarch.training.checkpoint._last_step", 0)
 
     be(0)
     return be
@@ -115,6 +116,8 @@ def test_in_memory_an_exception_leaves_no_mark_and_the_user_gets_it(tmp_path: Pa
     save(tmp_path / "user", 5, persist_every=math.inf)
     written = decode(Written, safe_files.read_json(tmp_path / "writing_5" / "rank_0"), "")
     assert written.persist == str(tmp_path / "user") and written.persist_every > 1e300
+    with pytest.raises(ValueError, match="step is 4, after 5: the highest counts"):
+        save(tmp_path / "user", 4)
     (tmp_path / "last").symlink_to(tmp_path / "writing_5" / "step_5")
     assert last_checkpoint() == tmp_path / "writing_5" / "step_5"
 

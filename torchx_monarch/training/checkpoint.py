@@ -41,6 +41,10 @@ _LITTLE = 1 << 20
 """Bytes: a file system with less is full. What writes the files of a checkpoint may not say why it has failed."""
 
 
+_last_step = 0
+"""The step of the last checkpoint in memory that this process has begun."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Written:
     """What a rank says of a checkpoint of which it has written its files.
@@ -85,9 +89,11 @@ def checkpoint(
             rank reads its own files alone, False saves the hosts the exchange.
 
     Raises:
-        ValueError: the step is negative, ``persist_every`` is not positive, or this rank is not one of ``ranks``.
+        ValueError: the step is negative or less than that of the checkpoint before, ``persist_every`` is not positive,
+            or this rank is not one of ``ranks``.
         OSError: the folder cannot be made.
     """
+    global _last_step
     step, rank = operator.index(step), int(os.environ.get("RANK", "0"))
     if not 0 <= step < step_progress.MAX_STEP:
         raise ValueError(f"step is {step}: give 0 or more, and less than 2**53")
@@ -102,6 +108,11 @@ def checkpoint(
         shared=bool(shared),
     )
     if memory := os.environ.get(MEMORY):
+        if step < _last_step:
+            raise ValueError(
+                f"step is {step}, after {_last_step}: the highest counts, so do not count anew in each epoch"
+            )
+        _last_step = step
         with _in_memory(Path(memory), step, rank, written) as folder:
             yield folder
     elif persist:
