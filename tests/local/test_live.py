@@ -382,7 +382,7 @@ def _used(process: psutil.Process) -> tuple[int, int, int]:
 def test_many_runs_leave_no_trace(live: Callable[..., Live], script: Callable[[str], str], tmp_path: Path) -> None:
     # The whole hundred: MONARCH_TEST_RUNS=100, as in `make soak`.
     count = int(os.environ.get("MONARCH_TEST_RUNS", "30"))
-    good = script("print(rank, sys.argv[1])")
+    good = script("print(rank, sys.argv[1])\nimport torchx_monarch; torchx_monarch.progress(5)")
     hosts = live("torchrun", "--nproc-per-node", "2", good, "0", idle_timeout=120)
     head = Path(good).read_text().partition("\n")[0] + "\n" + Path(good).read_text().splitlines()[1] + "\n"
     process = psutil.Process(hosts.processes[0].pid)

@@ -292,7 +292,7 @@ class RunQueue:
                 member.following.cancel()
                 member.following = None
         self._reporter.echo = None
-        exits = [{"type": "exit", "exit": vars(attempt.exits[rank])} for rank in sorted(attempt.exits)]
+        exits = [{"type": "exit", "exit": dataclasses.asdict(attempt.exits[rank])} for rank in sorted(attempt.exits)]
         self._reporter.report("run_end", f"run {run.number} {word}: {result.reason}", run=run.number, code=result.code)
         self._end(run, result, [{"type": "attempts", "count": attempt.number + 1}, *exits])
 
