@@ -272,6 +272,17 @@ def test_cancel_save_when_all_steps_are_done(apps: Detached, script: Callable[[s
     assert apps.wait(app_id).state is AppState.SUCCEEDED
 
 
+def test_cancel_save_without_steps(apps: Detached, script: Callable[[str], str]) -> None:
+    command = torchrun(script("print('running', flush=True)\ntime.sleep(1000)"))
+    app_id = apps.run(Role("r", "", entrypoint=command[0], args=command[1:]), preload="none")
+    until(lambda: "\n".join(apps.log(app_id)).count("running") == 2, "the ranks")
+    words = [sys.executable, "-m", "torchx.cli.main", "cancel", "--save", apps.handle(app_id)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=WITHIN, check=False)
+    said = "cancelled; the job was stopped by its client; its program uses no torchx_monarch.steps"
+    assert done.stderr == f"{apps.handle(app_id)} is {said}\n" and done.returncode == 0
+    assert apps.wait(app_id).state is AppState.CANCELLED
+
+
 @pytest.mark.parametrize("is_interrupted", [True, pytest.param(False, marks=_ANOTHER)])
 def test_cancel_while_another_client_saves(
     apps: Detached, script: Callable[[str], str], *, is_interrupted: bool

@@ -55,6 +55,11 @@ def test_jobs_run_on_hosts_that_are_there_one_after_the_other(
         queued = submit("works", on=hosts)
         fails, retried = submit("fails", once, on="hosts"), submit("fails", f"{once}_more", max_retries=1)
         until(lambda: len(job.runs()) == 4, "the other jobs wait for it")
+        for handle in (waits, hosts):
+            words = [sys.executable, "-m", "torchx.cli.main", "cancel", "--save", handle]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=WITHIN, check=False)
+            assert done.returncode == 64 and "has no ranks of its own that could save" in done.stderr
+        assert [run["state"] for run in job.runs()][0] == "running"
         runner.cancel(waits)
         states = {name: ended(handle) for name, handle in (("waits", waits), ("queued", queued), ("fails", fails))}
         assert states == {"waits": AppState.CANCELLED, "queued": AppState.SUCCEEDED, "fails": AppState.FAILED}

@@ -53,8 +53,8 @@ _SLACK = 2
 _MEANINGS = {
     "failed": "It cannot go on from what it has saved: a torn file is taken for whole, or there is no older one.",
     "beginning": "It does not find its checkpoint, or ignores a damaged one without a word.",
-    "older": "It loads another checkpoint than the newest: names are compared as text (9 after 10), or a wrong file; or "
-    "the newest was in the memory of the lost host alone, as in a job of one host: give a smaller persist_every.",
+    "older": "It loads another checkpoint than the newest: names are compared as text (9 after 10), or a wrong file. "
+    "Or the newest was in the memory of the only host: give a smaller persist_every.",
     "end": "The step, the epoch or the end of the loop is not restored.",
     "some": "Only some ranks save what they have, such as rank 0, and the others have something else.",
     "result": "Something is not saved or not restored: the optimizer (momentum), the learning-rate schedule (it starts "

@@ -25,8 +25,9 @@ from torchx.specs import parse_app_handle
 
 from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.cli import arguments
-from torchx_monarch.cli.exit_codes import UNAVAILABLE, CommandError
+from torchx_monarch.cli.exit_codes import UNAVAILABLE, USAGE, CommandError
 from torchx_monarch.exceptions import RefusedError, UnreachableError
+from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.schedulers import command
 from torchx_monarch.schedulers.recorded_apps import LOCAL, recorded_apps
 from torchx_monarch.system.untrusted_text import one_line
@@ -140,16 +141,19 @@ def _save_and_cancel(handle: str, app: AppSnapshot, runner: Runner, address: str
     from torchx_monarch.client.connection import Target, ask
 
     reasons, is_stopped = list[str](), False
+    roles = [role.spec.name for role in app.roles if role.spec.workload is WorkloadKind.RANKS]
+    if not roles:
+        reason = f"not cancelled: {handle} has no ranks of its own that could save"
+        _exit(CommandError(f"{reason}. To end it without saving: torchx cancel {handle}", USAGE))
     try:
-        for role in app.roles:
-            if role.spec.runs_ranks:
-                target = Target.from_handle(handle, role.spec.name, "" if reasons else address, runner)
-                answer = ask(target, {"type": "stop", "save": True}, app.grace + _SAVE_EXTRA)
-                reasons.append(one_line(str(answer.get("reason"))))
-                is_stopped = is_stopped or answer.get("stopped") is True
+        for role in roles:
+            target = Target.from_handle(handle, role, "" if reasons else address, runner)
+            answer = ask(target, {"type": "stop", "save": True}, app.grace + _SAVE_EXTRA)
+            reasons.append(one_line(str(answer.get("reason"))))
+            is_stopped = is_stopped or answer.get("stopped") is True
     except (UnreachableError, RefusedError) as error:
         _exit(CommandError(f"not cancelled: {error}. To end it without saving: torchx cancel {handle}", UNAVAILABLE))
-    if reasons and not is_stopped:
+    if not is_stopped:
         print(f"{handle} has ended by itself: {'; '.join(reasons)}", file=sys.stderr)
         return
     reason = "; ".join(["cancelled", *dict.fromkeys(reasons)])

@@ -236,7 +236,8 @@ class RankRun:
         grace, seconds = self._begun.grace, seconds_to_stop(self._begun.grace)
         stop, failed = AgreedStop(self._hosts, seconds), None
         if not await stop.is_used():
-            return event
+            is_asked_for = isinstance(event, StopRequested)
+            return _explained(event, "its program uses no torchx_monarch.steps") if is_asked_for else event
         self._reporter.line(f"{event.result.reason}: the ranks end at one step, within {seconds:g} s")
         agreeing = asyncio.ensure_future(stop.run())
         agreeing.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -254,9 +255,7 @@ class RankRun:
             left = await stop.describe_left()
             how = f"not saved: {left} within {seconds:g} s" if left else "not saved"
         await self._hosts.stop(event.signal, grace - seconds)
-        return dataclasses.replace(
-            event, result=dataclasses.replace(event.result, reason=f"{event.result.reason}; {how}")
-        )
+        return _explained(event, how)
 
     async def _end(self, failure: RankExit | Hang, exits: HostCall[Exits]) -> RankExit | HostEvent:
         """Stop the ranks after a failure; return its cause, a rank or the event of a host. Events stay pending."""
@@ -353,6 +352,11 @@ class RankRun:
         if {self._attempt.exits[rank].replica for rank in alike} == self._attempt.hosts.keys():
             return None
         return self._hosts.gatherer.blame(cause.replica, "failed_alone", failure)
+
+
+def _explained(event: HostEvent, how: str) -> HostEvent:
+    result = dataclasses.replace(event.result, reason=f"{event.result.reason}; {how}")
+    return dataclasses.replace(event, result=result)
 
 
 def _joined(host: Registration) -> HostJoined:
