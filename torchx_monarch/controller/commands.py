@@ -159,7 +159,7 @@ class CommandController:
             self._events.remove(event)
             self._reporter.line(f"{event.result.reason}; the other commands go on")
             self._forget(event.replica)
-            await self._hosts.rendezvous.dismiss(event.replica, event.result)
+            self._hosts.rendezvous.dismiss(event.replica, event.result)
             return None
         result = event.result
         self.ends_role = not (leaves and event.replica == 0 and self._is_replaced(0))

@@ -120,7 +120,7 @@ class Controller:
     async def _handle(self, event: HostEvent) -> JobResult | None:
         """Make the transition that an event causes; return the result of the job, or None if the job goes on."""
         self._hosts.settle(event)
-        left = await self._dismiss_host(event)
+        left = self._dismiss_host(event)
         changes_hosts = left or isinstance(event, (HostJoined, HostExcluded))
         # The controller runs on replica 0, so an event of replica 0 ends the job.
         goes_on = changes_hosts and event.replica != 0 and (self._sizes.can_lose or self._replacements_left > 0)
@@ -138,7 +138,7 @@ class Controller:
             return JobResult(1, f"{event.result.reason}; {shortage}")
         return None
 
-    async def _dismiss_host(self, event: HostEvent) -> bool:
+    def _dismiss_host(self, event: HostEvent) -> bool:
         """Return whether the host of an event has left.
 
         A preempted host leaves alone a job that can lose hosts, if more hosts than the minimum are present.
@@ -149,7 +149,7 @@ class Controller:
         leaves = event.replica != 0 and isinstance(event, HostPreempted) and self._sizes.can_lose
         if not leaves or self._members.able_count <= self._sizes.min_hosts:
             return False
-        await self._hosts.rendezvous.dismiss(event.replica, event.result)
+        self._hosts.rendezvous.dismiss(event.replica, event.result)
         return True
 
     def _count_change(self, event: HostEvent) -> float:

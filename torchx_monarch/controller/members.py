@@ -92,12 +92,12 @@ class Member:
             call.put(self.host.replica, HostError(f"the connection of host {self.host.replica} has ended"))
         self.calls.clear()
 
-    async def send_result(self, result: JobResult, dismissed: bool = False) -> None:
-        """Send its last message, with the result of the job, or one with which it alone is dismissed."""
+    def send_result(self, result: JobResult, dismissed: bool = False) -> None:
+        """Send its last message, with the result of the job, or one with which it alone is dismissed; do not wait."""
         self.knows_result = not dismissed
         if self.channel is not None:
             self.channel.finish()
-            await self.channel.send({"type": "result", "dismissed": dismissed, **vars(result)})
+            self.channel.write(messages.encode({"type": "result", "dismissed": dismissed, **vars(result)}))
 
 
 @dataclasses.dataclass(eq=False)

@@ -119,12 +119,12 @@ class Rendezvous:
             self.events.post(StopRequested(host.replica, result))
         return member
 
-    async def dismiss(self, replica: int, result: JobResult) -> None:
+    def dismiss(self, replica: int, result: JobResult) -> None:
         """Send one host the result with which it ends, while the job goes on without it."""
         member = self.members.get(replica)
         if member is not None and member.is_registered:
             self.members.set_state(member, MemberState.DISMISSED)
-            await member.send_result(result, dismissed=True)
+            member.send_result(result, dismissed=True)
 
     def put_off_restarted_hosts(self) -> None:
         """Refuse hosts that the backend starts again, until it has started replica 0 again as well.
@@ -144,8 +144,8 @@ class Rendezvous:
         if result.code != 0:
             self.put_off_restarted_hosts()
         members, end = self.members, time.monotonic() + timeout
-        if telling := [asyncio.ensure_future(member.send_result(result)) for member in members.connected.values()]:
-            await asyncio.wait(telling, timeout=timeout)  # in parallel: a host that does not read must not delay others
+        for member in members.connected.values():
+            member.send_result(result)
         if not members.has_begun:
             await members.until(lambda: not members.unseen, min(_LATECOMERS, timeout))
         await members.until(lambda: not members.connected, end - time.monotonic())
@@ -157,7 +157,7 @@ class Rendezvous:
         with self.channel(peer, host.name, name=own.name if own else "replica 0") as channel:
             member = self.register(host, channel)
             if self._result is not None:
-                await member.send_result(self._result)
+                member.send_result(self._result)
             try:
                 await self._follow(member, channel)
             except messages.ProtocolError as error:
@@ -286,7 +286,7 @@ class Rendezvous:
             event = signalled(member.host, report.number, report.announced, report.saves)
             if isinstance(event, HostPreempted) and not self._is_needed(member):
                 self._say(f"{event.result.reason}; it ran no ranks")
-                await self.dismiss(member.host.replica, event.result)
+                self.dismiss(member.host.replica, event.result)
             else:
                 self.events.post(event)
 

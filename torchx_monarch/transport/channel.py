@@ -96,16 +96,15 @@ class Channel:
         if self._unasked > _CONFIRMED_EVERY:
             self.confirm(asks=True)
 
-    async def send(self, message: Message) -> bool:
-        """Send a message; return False when the channel has ended."""
-        return await self.send_bytes(messages.encode(message))
+    async def send(self, message: Message) -> None:
+        """Send a message, and wait while the peer reads too slowly."""
+        await self.send_bytes(messages.encode(message))
 
-    async def send_bytes(self, message: bytes) -> bool:
+    async def send_bytes(self, message: bytes) -> None:
         self.write(message)
         if self._streams is not None:
             with contextlib.suppress(OSError, RuntimeError):
                 await self._streams[1].drain()
-        return not self.loss
 
     def confirm(self, asks: bool = False) -> None:
         """Tell the peer how many messages have been received, and ask it for the same, which renews its lease."""

@@ -272,8 +272,9 @@ class Listener:
         watch_peer(writer, self._peer_timeout)
         try:
             await self._serve(reader, writer)
-            writer.close()
-            await asyncio.wait_for(writer.wait_closed(), _CLOSE_TIMEOUT)
+            if not writer.is_closing():
+                writer.close()
+                await asyncio.wait_for(writer.wait_closed(), _CLOSE_TIMEOUT)
         except (OSError, asyncio.TimeoutError):
             pass
         finally:
