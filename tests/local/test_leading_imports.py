@@ -461,3 +461,17 @@ def test_an_import_that_ends_its_process_is_left_to_the_ranks(
     text = f"import pack\nimport other\n{AHEAD}\nprint(ahead(pack, other), flush=True)"
     assert run(text) == {"[]"}
     assert "exited with code 3 while it executed the first imports of the program; the ranks execute them" in live.err()
+
+
+def test_modules_hold_the_main_module_of_the_program(run: Callable[..., set[str]], tmp_path: Path) -> None:
+    """As dill does, which pickles functions and classes of the program by it."""
+    install(tmp_path, "other.py", "import __main__ as main")
+    text = f"import other, sys\n{AHEAD}\nprint(other.main is sys.modules['__main__'], vars(other.main) is globals(),"
+    assert run(f"{text} 'pack' in globals(), *ahead(other))\nimport pack") == {"True True False other"}
+
+
+def test_a_handler_that_a_c_library_sets_is_that_of_each_rank(run: Callable[..., set[str]], tmp_path: Path) -> None:
+    """faulthandler sets it without signal.signal."""
+    install(tmp_path, "other.py", "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1)")
+    text = f"import other\n{AHEAD}\nimport signal\nos.kill(os.getpid(), signal.SIGUSR1)\nprint('alive', *ahead(other))"
+    assert "alive" in run(text)

@@ -18,6 +18,9 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+_SIGNALS = 0x7FFFFFFF
+"""The bits of signals that programs use: glibc has two of its own, 32 and 33."""
+
 
 class Resources:
     """The threads, open descriptors, children and shared memory of this process at present."""
@@ -27,6 +30,8 @@ class Resources:
         self._threads = set(os.listdir("/proc/self/task"))
         self._descriptors = _descriptors()
         self._children = children()
+        with open("/proc/self/status") as file:  # of signals, as C libraries set them, too
+            self._handlers = next(int(line.split()[1], 16) for line in file if line.startswith("SigCgt:")) & _SIGNALS
         with open("/proc/self/maps") as file:  # writable memory that forks share with this process
             self._shared = {line.split(None, 5)[-1].strip() for line in file if " rw-s " in line}
 
@@ -63,6 +68,8 @@ class Resources:
             return f"{found.get(path, module)} keeps {path} open"
         for child in now._children - self._children:
             return f"{module} runs a process ({_read(f'/proc/{child}/comm')})"
+        if now._handlers & ~self._handlers:
+            return f"{module} sets a signal handler"
         for path in now._shared - self._shared:
             return f"{module} makes memory that processes share ({path})"  # a lock of multiprocessing, for one
         return ""

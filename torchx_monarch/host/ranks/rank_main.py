@@ -178,9 +178,11 @@ def _script_code(path: str, shown: str) -> types.CodeType:
 
 def _run(mode: str, target: str, args: list[str]) -> None:
     """Run a program as CPython's ``Modules/main.c`` runs ``script.py``, ``-m mod`` and ``-c code``."""
-    main = types.ModuleType("__main__")
-    vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
-    sys.modules["__main__"] = main
+    main = sys.modules["__main__"]
+    if vars(main).get("__file__") in OWN_FILES:
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+    vars(main).clear()  # of leading statements, whose modules may hold it: dill does
+    vars(main).update(vars(types.ModuleType("__main__")), __builtins__=sys.modules["builtins"], __annotations__={})
     if "__mp_main__" in sys.modules:
         # A preload imported multiprocessing, whose __init__ gave ``__main__`` this second name. Spawned children refer
         # to the script's classes by it, and this process looks them up there when it unpickles their results.
