@@ -241,7 +241,7 @@ print(f(), pack.part.f(), *ahead(pack.part, other), flush=True)
 KEEPS = """
 import datetime, secrets, threading, time, uuid
 from time import time as now
-identifier, text, dated = uuid.uuid4(), f"id-{uuid.uuid4()}", uuid.uuid1().hex
+identifier, text, dated = uuid.uuid4(), str(uuid.uuid4()), uuid.uuid1().hex
 data, token, url, number = os.urandom(16), secrets.token_hex(8), secrets.token_urlsafe(), secrets.randbits(128)
 pid, began, nanoseconds, ticks = os.getpid(), now(), time.time_ns(), time.perf_counter()
 late = time.time()
@@ -408,6 +408,15 @@ UNSAFE = {
     "a log": "with open(__file__ + '.log', 'a') as file:\n    file.write('imported')",
     "a connection": "import socket\nsocket.socket().connect_ex(('127.0.0.1', 9))",
     "a child that has ended": "import subprocess\nsubprocess.run(['true'])",
+    "a token in a text": "import uuid\nname = f'{os.getpid()}-{uuid.uuid4()}'",
+    "a part of a token": "import uuid\nname = str(uuid.uuid4())[:8]",
+    "a digest of a process id": "import hashlib\nname = hashlib.md5(str(os.getpid()).encode()).hexdigest()",
+    "a time in a text": "import time\nname = f'run-{int(time.time())}'",
+    "a time of datetime's": "import datetime\nclass Run:\n    name = datetime.datetime.now().strftime('%b%d_%H-%M-%S')",
+    "a time in the future": "import time\nuntil = time.time() + 3600",
+    "a generator with a seed": "import random, time\nchoice = random.Random(time.time_ns())",
+    "a token in a queue": "import collections, uuid\nnames = collections.deque([uuid.uuid4()])",
+    "a free port": "import socket\nwith socket.socket() as own:\n    own.bind(('', 0))\n    name = own.getsockname()",
     "an exit": "import sys\nhasattr(sys, 'argv') or sys.exit(3)",
     "an error": "import sys\nassert hasattr(sys, 'argv'), 'no'",
 }

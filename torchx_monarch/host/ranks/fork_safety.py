@@ -115,18 +115,20 @@ class Generators:
                 seeded = repr(generator.state) != repr(type(generator)(generator._seed_seq).state)
         return f"{module} seeds or uses a random generator" if seeded else ""
 
+    def is_renewed(self, source: object) -> bool:
+        """Return whether a generator has a seed of the system's, and so another one in each fork."""
+        if issubclass(type(source), random.Random):
+            return source in self._made
+        # An entropy that a module gives may be a list.
+        return str(getattr(getattr(source, "_seed_seq", source), "entropy", "")) in self._drawn
+
     def stop(self) -> Callable[[], None]:
         """End the watch; return a function for forks that seeds the generators anew that have seeds of the system's."""
         _set_functions(*self._original)
         made, numpy = list(self._made), sys.modules.get("numpy.random")
         kinds = (numpy.BitGenerator, numpy.SeedSequence) if numpy else ()
         found = [source for source in gc.get_objects() if issubclass(type(source), kinds)] if kinds else []
-        # An entropy that a module gives may be a list.
-        found = [
-            source
-            for source in found
-            if str(getattr(getattr(source, "_seed_seq", source), "entropy", "")) in self._drawn
-        ]
+        found = [source for source in found if self.is_renewed(source)]
 
         def renew() -> None:
             for generator in made:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Watch what modules read of their process and of its surroundings while the zygote imports them for its forks.
 
-Files and folders, also those that do not exist, are stamped and compared before each attempt. The id of the process,
-the time and random bytes are harmless if no module keeps them; each fork makes anew those that are global names of
-modules. An import that reads anything else must not be shared.
+Files and folders, also those that do not exist, are stamped and compared before each attempt. A fork makes anew the id
+of the process, the time and random bytes that are global names of modules. After an import that has asked for them,
+another process executes it, with other values: if anything else differs between the two, it must not be shared. Nor
+must an import that reads anything else.
 
 ``zygote_main`` runs this file: it imports the standard library alone. It replaces functions while statements are
 executed. ``sys.addaudithook`` would see more, but stays: ``id`` then takes ten times as long in each rank, and
@@ -12,9 +13,11 @@ executed. ``sys.addaudithook`` would see more, but stays: ``id`` then takes ten 
 
 from __future__ import annotations
 
+import array
 import base64
 import builtins
 import contextlib
+import ctypes
 import datetime
 import functools
 import gc
@@ -32,7 +35,9 @@ import threading
 import time
 import types
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from importlib.machinery import FileFinder
 from os import listdir, stat  # these two are replaced
 from stat import S_ISDIR
 from typing import Any
@@ -40,11 +45,11 @@ from typing import Any
 _OF_A_RANK = frozenset(
     (
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"),
-        *("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+        *("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
         *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "GLOO_SOCKET_IFNAME"),
     )
 )
-"""Variables that the zygote lacks, beside TORCHELASTIC_*; those of devices may differ between ranks."""
+"""Variables that the zygote lacks, beside TORCHELASTIC_*."""
 
 _OF_A_PROCESS = re.compile(r"/proc/(self|thread-self|\d+)/(?!(maps|cgroup|mountinfo|mounts)$)|/dev/(?!(null|zero)$)")
 """Files that differ between processes and attempts. Those left out are the same for all ranks of a host."""
@@ -70,6 +75,24 @@ _HARMLESS = {
     ("platform", "starts a process"),  # uname
     ("rich.style", "draws a random number"),  # the number of the first link in a terminal
     ("joblib._multiprocessing_helpers", "asks for the process id"),  # the name of a semaphore that it closes at once
+    ("psutil._pslinux", "asks for the process id"),  # whether /proc has some files
+    ("numpy.testing._private.utils", "asks for the process id"),  # processor time of numpy's own tests
+    ("multiprocessing.heap", "asks for the process id"),  # these four notice that they are in another process
+    ("filelock._api", "asks for the process id"),
+    ("filelock._read_write", "asks for the process id"),
+    ("fsspec.spec", "asks for the process id"),
+    ("multiprocessing.process", "draws random bytes"),  # the key of a process, which each rank draws anew
+    ("multiprocess.process", "draws random bytes"),
+    ("numpy.random._pickle", "draws random bytes"),  # these three seed generators, which each rank seeds anew
+    ("scipy.stats._distribution_infrastructure", "draws random bytes"),
+    ("sklearn.ensemble._hist_gradient_boosting.grower", "draws random bytes"),
+    ("transformers.utils.hub", "draws random bytes"),  # SESSION_ID, which each rank draws anew
+    ("torch.distributed._composable.contract", "draws random bytes"),  # names of attributes
+    ("numpy.f2py.rules", "reads the time"),  # a comment in what f2py writes
+    ("dateutil.parser._parser", "reads the time"),  # the century
+    ("ray._private.worker", "reads the time"),  # t0, which each rank reads anew
+    ("logging", "reads the time"),  # the time at which it was imported, which each rank reads anew
+    ("urllib3.util.connection", "binds a port"),  # whether this machine has IPv6
 }
 """Modules, and what ranks may share of their import."""
 
@@ -77,6 +100,13 @@ _STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen")
 """Beginnings of the files of Python's own modules."""
 
 _CACHED = type(functools.lru_cache(len))
+
+_SIMPLE = (int, str, bytes, uuid.UUID, type(None))
+
+_AHEAD = 1_000_003.7
+"""Seconds by which the clocks are ahead in the process that an import is compared with: other in all but the year."""
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 Caller = tuple[str, str, types.CodeType]
 """The name of a module, that with a line, and the code."""
@@ -89,6 +119,8 @@ class MustNotBeShared(BaseException):
 class _ProcessId(int):
     """The id of this process as an import has asked for it."""
 
+    __slots__ = ()
+
     def __reduce__(self) -> tuple[type, tuple[int]]:
         return int, (int(self),)
 
@@ -100,27 +132,34 @@ class ImportWatch:
         program: path of the program, which may be edited without effect on what it imports first.
         installed: folders of packages, whose times say what is installed.
         reads_variables: modules that may read variables of a rank.
+        is_renewed: says whether an object is a random generator that is seeded anew in each fork.
 
     Attributes:
         places: the module and line that has started a thread or opened a file or socket, by their names.
     """
 
-    def __init__(self, program: str, installed: tuple[str, ...], reads_variables: Collection[str]) -> None:
+    def __init__(
+        self,
+        program: str,
+        installed: tuple[str, ...],
+        reads_variables: Collection[str],
+        is_renewed: Callable[[object], bool],
+    ) -> None:
         self.places: dict[str, str] = {}
         self._program = program
         self._installed = installed
         self._reads_variables = reads_variables
+        self._is_renewed = is_renewed
         self._problem = ""
         self._stamps: dict[tuple[str, str], object] = {}
-        self._times: dict[int, tuple[Any, Callable[[Any], Any], Sequence[Caller]]] = {}
-        self._process_ids: list[tuple[int, Sequence[str], Sequence[Caller]]] = []
-        self._tokens: list[tuple[bytes, Callable[[], Any], Sequence[Caller]]] = []
+        self._ahead = 0.0
+        self._asked: list[str] = []
+        self._given: list[tuple[Any, Callable[[], Any], Collection[str]]] = []
+        self._objects: list[Any] = []
         self._kept: list[tuple[dict[str, Any], str, Any, Callable[[Any], Any]]] = []
         self._originals: dict[int, Any] = {}
-        self._variables: dict[str, str] = {}
         self._is_active = False
         self._collects = True  # the zygote's own garbage collector is off
-        self._began = 0
 
     # -- what is watched -----------------------------------------------------------------------------------------------
 
@@ -142,6 +181,12 @@ class ImportWatch:
             for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime"):
                 self._replace(stack, time, name, self._see_time)
                 self._replace(stack, time, f"{name}_ns", self._see_time)
+            for name in ("localtime", "gmtime", "ctime", "asctime", "strftime"):
+                self._replace(stack, time, name, self._see_moment)
+            for name in ("now", "utcnow"):
+                stack.callback(_set_of_datetime, name, vars(datetime.datetime)[name])
+                _set_of_datetime(name, classmethod(functools.partial(self._see_now, vars(datetime.datetime)[name])))
+            self._replace(stack, socket.socket, "bind", self._see_bind)
             made = ((os, "urandom"), (os, "getrandom"), (random, "_urandom"), (uuid, "uuid1"), (uuid, "uuid4"))
             for owner, name in made:
                 self._replace(stack, owner, name, self._see_random)
@@ -178,14 +223,13 @@ class ImportWatch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the body of a ``with`` statement."""
-        before = dict(vars(os.environ)["_data"])  # reading os.environ itself is watched
-        self._is_active, self._began, self._problem = True, int(time.time()), ""
+        self._is_active, self._problem, self._given, self._asked = True, "", [], []
+        gc.freeze()
         try:
             yield
         finally:
             self._is_active = False
-            changed = [item for item in vars(os.environ)["_data"].items() if before.get(item[0]) != item[1]]
-            self._variables = {os.fsdecode(name): os.fsdecode(value) for name, value in changed}
+            self._objects = gc.get_objects() if self._asked else []  # what has been made since
 
     def stop(self, what: str) -> None:
         """Stop the statement, which must not be shared."""
@@ -243,25 +287,49 @@ class ImportWatch:
         """Stamp files, or ``folder``s by the time at which something in them was added or removed."""
         self._stamps.update({(kind, path): _stamp(kind, path) for path in paths})
 
-    def _see_process_id(self, original: Any) -> int:
-        value, (callers, standard) = _ProcessId(original()), _callers()
-        if "multiprocessing.util" in standard:
-            self.stop(f"{callers[0][1]} registers what this process alone does at its end")
-        if (callers[0][0], "asks for the process id") not in _HARMLESS:
-            self._process_ids.append((value, (callers[0][0], *standard), callers))
-        return value
+    def _see_process_id(self, original: Any) -> Any:
+        if "multiprocessing.util" in (callers := _callers())[1]:
+            self.stop(f"{callers[0][0][1]} registers what this process alone does at its end")
+        return self._give("asks for the process id", _ProcessId(original()), os.getpid)
 
     def _see_time(self, original: Any, *args: Any) -> Any:
         value = original(*args)
-        self._times[id(value)] = value, lambda _: original(*args), _callers()[0]
-        return value
+        value += type(value)(self._ahead * (10**9 if type(value) is int else 1))
+        return self._give("reads the time", value, functools.partial(original, *args))
+
+    def _see_moment(self, original: Any, *args: Any) -> Any:
+        count = int(original.__name__ == "strftime")
+        if len(args) > count and args[count] is not None:
+            return original(*args)
+        takes_parts = original.__name__ in ("asctime", "strftime")
+        return original(*args[:count], time.localtime(time.time()) if takes_parts else time.time())
+
+    def _see_now(self, original: Any, kind: type[datetime.datetime], *args: Any, **options: Any) -> Any:
+        now = functools.partial(original.__get__(None, kind), *args, **options)
+        if not self._is_active:
+            return now()
+        return self._give("reads the time", now() + datetime.timedelta(seconds=self._ahead), now)
 
     def _see_random(self, original: Any, *args: Any, **options: Any) -> Any:
-        draw, callers = functools.partial(original, *args, **options), _callers()[0]
-        value = draw()
-        if len(_bytes_of(value)) < 8:  # a part of a value, which could not be recognized
-            self.stop(f"{callers[0][1]} draws a random number")
-        self._tokens.append((_bytes_of(value), functools.lru_cache(draw), callers))
+        draw = functools.partial(original, *args, **options)
+        return self._give("draws random bytes", draw(), functools.lru_cache(draw))
+
+    def _see_bind(self, original: Any, *args: Any) -> Any:
+        self._ask("binds a port")
+        return original(*args)
+
+    def _ask(self, what: str) -> tuple[list[Caller], list[str]]:
+        callers, standard = _callers()
+        if _HARMLESS.isdisjoint((module, what) for module in (callers[0][0], *standard)):
+            self._asked.append(f"{callers[0][1]} {what}")
+        return callers, standard
+
+    def _give(self, what: str, value: Any, again: Callable[[], Any]) -> Any:
+        """Return a value of this process to an import that has asked for it; another process has it ``again``."""
+        callers, standard = self._ask(what)
+        # What is kept of an object must be what modules keep of it.
+        given = value.bytes if isinstance(value, uuid.UUID) else value
+        self._given.append((given, again, {*(caller[0] for caller in callers), *standard}))
         return value
 
     def _see_thread(self, original: Any, thread: threading.Thread) -> Any:
@@ -284,19 +352,70 @@ class ImportWatch:
         """Return whether the files and folders that the statements have read are the same now."""
         return all(_stamp(*key) == stamp for key, stamp in self._stamps.items())
 
-    def problem(self, names: Collection[str]) -> str:
-        """Return why ranks must not share the last statement, which has imported modules; empty if they may."""
-        own = [name for name in names if name.partition(".")[0] not in sys.stdlib_module_names]
-        why = self._problem or self._kept_time(_globals(own)) or self._kept_process_id() or self._kept_token()
-        if self._kept and not why:  # other modules may have imported them from those
-            renewed = {id(value): new for _, _, value, new in self._kept}
+    def problem(self, names: Collection[str], compared: Callable[[], bytes]) -> str:
+        """Return why ranks must not share the last statement; empty if they may.
+
+        Args:
+            names: the modules that it has imported.
+            compared: returns the ``digest`` of another process that has executed it.
+        """
+        if self._problem:
+            return self._problem
+        for module in _globals(names):
+            for name, value in list(module.items()):
+                if type(value) is types.FunctionType and id(value) in self._originals:
+                    module[name] = self._originals[id(value)]
+        self._find_kept()
+        why = self._difference(compared()) if self._asked else ""
+        self._given, self._objects = [], []
+        return why
+
+    def _find_kept(self) -> None:
+        """Find the global names that have values of this process."""
+        for given, again, modules in self._given:
+            like = _spellings(given) if isinstance(given, bytes) else ()
+            for names in _globals(modules):
+                for name, value in names.items():
+                    if value is given or any(type(value) is type(same) and value == same for same in like):
+                        self._kept.append((names, name, value, functools.partial(_again, given, again)))
+        renewed = {id(value): new for _, _, value, new in self._kept}
+        if renewed:  # other modules may have imported them from those
             self._kept = [
                 (names, name, value, renewed[id(value)])
                 for names in _globals(sys.modules)
                 for name, value in names.items()
                 if id(value) in renewed
             ]
-        return why
+
+    def digest(self, execute: Callable[[], object]) -> bytes:
+        """Execute a statement in another process; return what it has made, a number for each value."""
+        self._ahead = _AHEAD
+        execute()
+        return array.array("q", (hash(value) for _, _, value in self._values())).tobytes()
+
+    def _difference(self, other: bytes) -> str:
+        values, others = list(self._values()), array.array("q", other)
+        renewed = {(id(names), name) for names, name, _, _ in self._kept}
+        modules = {id(names): str(names.get("__name__")) for names in _globals(sys.modules)}
+        for (holder, name, value), number in zip(values, others, strict=False):
+            if hash(value) != number and (id(holder), name) not in renewed:
+                kind = type(holder)
+                shown = modules.get(id(holder), f"an object of {kind.__module__}.{kind.__qualname__}")
+                return f"{self._asked[0]}, on which {shown}{f'.{name}' if id(holder) in modules else ''} depends"
+        return "" if len(values) == len(others) else f"{self._asked[0]}, on which what it makes depends"
+
+    def _values(self) -> Iterator[tuple[Any, Any, Any]]:
+        """Yield the values in modules and in what the last statement has made: the holder, the name, and the value."""
+        known, todo = set[int](), [self._given, self._stamps]
+        for own in todo:  # what this object has made meanwhile
+            if id(own) not in known and type(own) in (list, tuple, dict, set, functools.partial, type(len), _CACHED):
+                todo += gc.get_referents(own)
+            known.add(id(own))
+        for holder in (*_globals(sys.modules), vars(os.environ)["_data"], *self._objects):
+            # FileFinder has the times of folders. An identifier is a value of those that hold it.
+            if not (id(holder) in known or type(holder) in (FileFinder, uuid.UUID) or self._is_renewed(holder)):
+                known.add(id(holder))
+                yield from ((holder, name, value) for name, value in _held(holder))
 
     def renew(self) -> None:
         """Give this fork values of its own in the place of those that modules keep of the process it is a fork of."""
@@ -305,69 +424,6 @@ class ImportWatch:
                 names[name] = renewed(value)
         if not self._collects:
             gc.disable()
-
-    def _kept_time(self, modules: Collection[dict[str, Any]]) -> str:
-        """Find times among the global names of modules; give these the functions that they have imported watched."""
-        now, day = time.time(), time.strftime("%Y-%m-%d")
-        days = re.compile(f"{day}|{day.replace('-', '')}")
-
-        def moved(old: datetime.datetime) -> datetime.datetime:
-            return old + datetime.timedelta(seconds=time.time() - now)
-
-        for names in modules:
-            for name, value in list(names.items()):
-                kind = type(value)
-                if kind is types.FunctionType and id(value) in self._originals:
-                    names[name] = self._originals[id(value)]
-                elif (kind is float or kind is int) and id(value) in self._times:
-                    self._kept.append((names, name, value, self._times[id(value)][1]))
-                elif kind is int and self._began <= value <= now + 1:
-                    self._kept.append((names, name, value, lambda _: int(time.time())))
-                elif kind is datetime.datetime and any(self._began <= found <= now + 1 for found in _seconds(value)):
-                    self._kept.append((names, name, value, moved))
-                elif kind is str and days.search(value) and name[:2] != "__":
-                    return f"{names['__name__']}.{name} may be the time of its import"
-        for time_, _, callers in self._times.values():
-            for names, path, value in self._reachable(callers):
-                if value is time_ and len(path) > 1:
-                    return f"{callers[0][1]} takes the time, which {_named(names, path)} keeps"
-        self._times.clear()
-        return ""
-
-    def _reachable(self, callers: Sequence[Caller]) -> Iterator[tuple[dict[str, Any], tuple[str, ...], Any]]:
-        """Yield what modules hold, and the variables that have changed: names, the path from there, and the value."""
-        yield from (({"__name__": "os"}, ("environ", name), value) for name, value in self._variables.items())
-        yield from _held_by(callers)
-
-    def _kept_process_id(self) -> str:
-        text = re.compile(rf"(?<![\w.]){os.getpid()}(?![\w.])")
-        asked = {id(value): (asking, callers[0][1]) for value, asking, callers in self._process_ids}
-        everybody = [caller for _, _, callers in self._process_ids for caller in callers]
-        places = {module: place for module, place, _ in everybody}
-        for names, path, value in self._reachable(everybody):
-            if id(value) in asked:
-                asking, place = asked[id(value)]
-                if any(_compares(module, path) for module in asking):
-                    continue  # it notices that it is in another process
-                if len(path) > 1:
-                    return f"{place} asks for the process id, which {_named(names, path)} keeps"
-                self._kept.append((names, path[0], value, lambda _: os.getpid()))
-            elif type(value) is str and text.search(value) and places:
-                return f"{places.get(names['__name__'], 'it')} asks for the process id, which {_named(names, path)} has"
-        self._process_ids.clear()
-        return ""
-
-    def _kept_token(self) -> str:
-        for token, draw, callers in self._tokens:
-            old = _spellings(token)
-            for names, path, value in self._reachable(callers):
-                like = [spelling for spelling in old if type(spelling) is type(value)]
-                if value in like or (type(value) is str and any(spelling in value for spelling in like)):
-                    if len(path) > 1:
-                        return f"{callers[0][1]} draws random bytes, which {_named(names, path)} keeps"
-                    self._kept.append((names, path[0], value, functools.partial(_respelled, old, draw)))
-        self._tokens.clear()
-        return ""
 
 
 def _callers() -> tuple[list[Caller], list[str]]:
@@ -417,56 +473,40 @@ def _stamp(kind: str, path: str) -> object:
     return found.st_mode if is_mode else (found.st_mtime_ns, found.st_size, found.st_ino)
 
 
-def _held_by(callers: Sequence[Caller]) -> Iterator[tuple[dict[str, Any], tuple[str, ...], Any]]:
-    """Yield what modules hold: the global names of the module, the path from there, and the value."""
-    own, seen, todo = {caller[0] for caller in callers}, set[int](), list[tuple[dict[str, Any], tuple[str, ...], Any]]()
-    for names in _globals(own):
-        todo += [(names, (name,), value) for name, value in names.items() if name[:2] != "__"]
-    while todo:
-        names, path, value = todo.pop()
-        yield names, path, value
-        kind, parts = type(value), list[tuple[Any, Any]]()
-        if len(path) > 3 or id(value) in seen or issubclass(kind, (types.ModuleType, uuid.UUID)):
-            continue
-        seen.add(id(value))
-        with contextlib.suppress(Exception):  # objects may do anything when they are asked for their attributes
-            if kind in (list, tuple, set, frozenset):
-                parts = list(enumerate(value))
-            elif kind is dict:
-                parts = [*value.items(), *((key, key) for key in value)]
-            elif kind is types.FunctionType:
-                parts = [("", value.__defaults__), ("", value.__kwdefaults__), ("", value.__closure__)]
-            elif kind in (types.CellType, _CACHED):
-                parts = [("", part) for part in gc.get_referents(value)]
-            elif not isinstance(value, type) or value.__module__ in own:
-                slots = [
-                    (name, getattr(value, name)) for name in getattr(kind, "__slots__", ()) if hasattr(value, name)
-                ]
-                parts = [*slots, *getattr(value, "__dict__", {}).items()]
-        todo += [(names, (*path, str(key)), part) for key, part in parts]
+def _held(holder: Any) -> list[tuple[Any, Any]]:
+    """Return the names and values that an object holds, other than objects that the garbage collector knows."""
+    kind, parts = type(holder), list[tuple[Any, Any]]()
+    with contextlib.suppress(Exception):  # objects may do anything when they are asked
+        if issubclass(kind, dict):
+            # The key of a weak reference may be the address of its object.
+            items = [item for item in list(dict.items(holder)) if type(item[1]) is not weakref.ref]
+            parts = [(name, part) for name, value in items for part in (name, value)]
+        elif issubclass(kind, random.Random):
+            parts = [("", repr(holder.getstate()))]
+        elif hasattr(kind, "random_raw"):  # a generator of numpy's
+            parts = [("", repr(holder.state))]
+        else:
+            parts = [("", part) for part in gc.get_referents(holder)]
+    found = list[tuple[Any, Any]]()
+    for name, part in parts:
+        if issubclass(type(part), _SIMPLE):
+            found.append((name, part))
+        elif type(part) in (tuple, dict, frozenset) and not gc.is_tracked(part):
+            found += [(name, value) for _, value in _held(part)]
+        elif not gc.is_tracked(part) and type(part) is not types.CodeType:
+            with contextlib.suppress(Exception):
+                found.append((name, _state(part)))
+    # Sets have the order of addresses.
+    return sorted(found, key=lambda item: hash(item[1])) if issubclass(kind, (set, frozenset)) else found
 
 
-def _named(names: dict[str, Any], path: Sequence[str]) -> str:
-    return ".".join((names["__name__"], *path))
-
-
-@functools.lru_cache
-def _functions(module: str) -> list[types.CodeType]:
-    """Return the code of the functions of a module, also of those in classes; none if there is no source."""
-    found = list[types.CodeType]()
-    with contextlib.suppress(Exception), open(vars(sys.modules[module])["__file__"], "rb") as file:
-        found.append(compile(file.read(), "", "exec", dont_inherit=True))
-    for code in found:
-        found += [part for part in code.co_consts if isinstance(part, types.CodeType)]
-    return found[1:]
-
-
-def _compares(module: str, path: Sequence[str]) -> bool:
-    """Return whether a function of a module reads a process id that is kept at a path, and that of its process."""
-    return any(
-        "getpid" in code.co_names and any(name in (*code.co_names, *code.co_consts) for name in path)
-        for code in _functions(module)
-    )
+def _state(value: Any) -> Any:
+    """Return what an object of a C library consists of, as far as it says that."""
+    if hasattr(value, "digest"):
+        return value.digest()
+    with contextlib.suppress(TypeError):
+        return memoryview(value).tobytes()
+    return _ADDRESS.sub("", repr(value))
 
 
 def _takes_some(code: types.CodeType, place: str) -> bool:
@@ -490,15 +530,15 @@ def _spellings(token: bytes) -> tuple[Any, ...]:
     return token, int.from_bytes(token, "big"), token.hex(), text, *whole
 
 
-def _respelled(old: tuple[Any, ...], draw: Callable[[], Any], value: Any) -> Any:
-    for before, after in zip(old, _spellings(_bytes_of(draw())), strict=True):
-        if type(before) is type(value):
-            value = value.replace(before, after) if type(value) is str else after if value == before else value
-    return value
+def _again(given: Any, again: Callable[[], Any], value: Any) -> Any:
+    """Return what another process has in the place of a value that was given to an import, however it is spelled."""
+    if not isinstance(given, bytes):
+        return again()
+    spellings = zip(_spellings(given), _spellings(_bytes_of(again())), strict=True)
+    return next(after for before, after in spellings if type(before) is type(value) and before == value)
 
 
-def _seconds(value: datetime.datetime) -> list[float]:
-    """Return the time of a value, which may be that of UTC without saying so."""
-    with contextlib.suppress(OverflowError, ValueError):
-        return [value.timestamp(), value.replace(tzinfo=datetime.timezone.utc).timestamp()]
-    return []
+def _set_of_datetime(name: str, function: Any) -> None:
+    """Set a method of ``datetime.datetime``, which Python does not allow."""
+    gc.get_referents(vars(datetime.datetime))[0][name] = function
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(datetime.datetime))

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.machinery
 import os
 import signal
 import site
+import socket
 import sys
 import sysconfig
 import tempfile
@@ -36,6 +38,9 @@ _HARMLESS = {*_RANK_ZERO, "tqdm.utils", "preloaded_modules.py"}
 
 _REASON_BYTES = 1000
 """Bytes of a reason at most, of which a pipe takes 4096 at once (PIPE_BUF)."""
+
+_COMPARE = b"\0"
+"""What a copy of the zygote gets in the place of a reason, and answers, if it is to execute the import as well."""
 
 _WAITER = """
 import os, sys
@@ -58,7 +63,7 @@ class LeadingImports:
         unshared: the first statement that ranks cannot share, where it is, and why; empty if they share all.
     """
 
-    def __init__(self, order: dict[str, Any], path0: str, watch: dict[str, Any]) -> None:
+    def __init__(self, order: dict[str, Any], path0: str, watch: dict[str, Any], safety: dict[str, Any]) -> None:
         self.environ = dict(os.environ)
         self.output = (b"", b"")
         self.unshared = ""
@@ -66,7 +71,10 @@ class LeadingImports:
         self._path = order["path"]
         self._has_path0 = bool(path0)
         self._installed = _InstalledModules(path0)
-        self._watch: Any = watch["ImportWatch"](self._path, self._installed.places, _HARMLESS)
+        self._safety, self._generators = safety, safety["Generators"]()
+        self._watch: Any = watch["ImportWatch"](
+            self._path, self._installed.places, _HARMLESS, self._generators.is_renewed
+        )
         self._watch.add_stamps("folder", self._installed.places)
         self._must_not_be_shared: type[BaseException] = watch["MustNotBeShared"]
         self._set: dict[bytes, bytes] = {}
@@ -74,20 +82,17 @@ class LeadingImports:
         self._guard: Any = _Guard(self._installed, self._watch.stop)
         self._bound: list[tuple[str, str, Any]] = []
 
-    def execute(
-        self, fork: Callable[[], int], safety: dict[str, Any], hide: Callable[[set[str]], None]
-    ) -> list[Callable[[], None]]:
+    def execute(self, fork: Callable[[], int], hide: Callable[[set[str]], None]) -> list[Callable[[], None]]:
         """Execute the statements.
 
         Args:
             fork: forks this process; the fork ends when this process does.
-            safety: the names of ``fork_safety``.
             hide: hides modules from the program until it imports them.
 
         Returns:
             Functions for forks that make anew what they must not share.
         """
-        before, main, generators = set(sys.modules), types.ModuleType("__main__"), safety["Generators"]()
+        before, main = set(sys.modules), types.ModuleType("__main__")
         executed, path0 = set[str](), sys.path[:1]
         vars(main).update(__builtins__=sys.modules["builtins"], __file__=self._path)
         sys.modules["__main__"] = main
@@ -103,26 +108,30 @@ class LeadingImports:
                     why = self._execute(path, line, text, main)
                 else:
                     printed, imported = output.sizes(), set(sys.modules)
-                    copy, writer, why = _fork_copy(fork)
+                    digest = _memory_file()
+                    execute = functools.partial(self._execute, path, line, text, main)
+                    copy, writer, why = _fork_copy(fork, digest, functools.partial(self._watch.digest, execute))
                     if not copy:
                         output.truncate(printed)
                     else:
-                        resources = safety["Resources"](fork)
-                        why = self._execute(path, line, text, main)
+                        resources = self._safety["Resources"](fork)
+                        why = execute()
                         if sys.path[:1] != path0:
                             why = why or "it changes the beginning of sys.path"
-                        why = why or resources.what_is_new("it", self._watch.places) or generators.seeded_by("it")
+                        why = why or resources.what_is_new("it", self._watch.places) or self._generators.seeded_by("it")
                         new = sys.modules.keys() - imported
-                        why = why or self._watch.problem(new) or self._out_of_order(text, main)
+                        compared = functools.partial(_digest_of_copy, writer, digest)
+                        why = why or self._watch.problem(new, compared) or self._out_of_order(text, main)
                         if not why and output.sizes() != printed and not sys.modules.keys().isdisjoint(_RANK_ZERO):
                             why = "it prints on rank 0 alone"
                         if why:
-                            _leave_to(copy, writer, why, safety["children"]())
+                            _leave_to(copy, writer, why, self._safety["children"]())
                         os.kill(copy, signal.SIGKILL)
                         os.waitpid(copy, 0)
                         os.close(writer)
                         if not line:
                             hide({name for name in new if name not in sys.stdlib_module_names})
+                    os.close(digest)
                 if why and line:
                     self.unshared = f"{os.path.basename(path)}:{line} {text}: {why}"
             self.output = output.read()
@@ -131,7 +140,7 @@ class LeadingImports:
         specs = (vars(sys.modules[name]).get("__spec__") for name in new if hasattr(sys.modules[name], "__dict__"))
         files = (str(spec.origin) for spec in specs if isinstance(spec, importlib.machinery.ModuleSpec))
         self._watch.add_stamps("content", files)
-        return [generators.stop(), _renew_rank_zero, self._watch.renew]
+        return [self._generators.stop(), _renew_rank_zero, self._watch.renew]
 
     def _execute(self, path: str, line: int, text: str, main: types.ModuleType) -> str:
         """Execute a statement; return why it must not be shared, if that is found at once."""
@@ -196,20 +205,38 @@ class LeadingImports:
         )
 
 
-def _fork_copy(fork: Callable[[], int]) -> tuple[int, int, str]:
+def _fork_copy(fork: Callable[[], int], digest: int, compare: Callable[[], bytes]) -> tuple[int, int, str]:
     """Fork a copy of this process that waits for the reason to go on in its place.
 
-    Return the pid of the copy and the pipe for the reason; in a copy that goes on 0, and the reason.
+    Return the pid of the copy and the socket for the reason; in a copy that goes on 0, and the reason. If the reason is
+    _COMPARE, a fork of the copy writes what ``compare`` returns into ``digest``, and ends.
     """
-    reader, writer = os.pipe()
+    ends = socket.socketpair()
+    reader, writer = (end.detach() for end in ends)
     copy = fork()
     if not copy:
         os.close(writer)
-        # Not until the end of the pipe, which a process that the import has forked may hold open.
-        if not (why := os.read(reader, _REASON_BYTES)):
+        # Not until the end of the socket, which a process that the import has forked may hold open.
+        while (why := os.read(reader, _REASON_BYTES)) == _COMPARE:
+            if not (child := fork()):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                os.dup2(1, 2)
+                with contextlib.suppress(BaseException):
+                    os.write(digest, compare())
+                os._exit(0)
+            os.waitpid(child, 0)
+            os.write(reader, _COMPARE)
+        if not why:
             os._exit(1)
     os.close(reader)
     return (copy, writer, "") if copy else (0, -1, why.decode(errors="replace"))
+
+
+def _digest_of_copy(copy: int, digest: int) -> bytes:
+    """Have a copy of this process execute the last statement; return what it has made."""
+    os.write(copy, _COMPARE)
+    os.read(copy, len(_COMPARE))
+    return os.pread(digest, os.fstat(digest).st_size, 0)
 
 
 def _leave_to(copy: int, writer: int, why: str, children: set[str]) -> NoReturn:

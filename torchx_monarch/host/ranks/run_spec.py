@@ -97,7 +97,10 @@ class RunSpec:
         """Return the run with the leading statements of its program, if its ranks may share what these import."""
         program = self.command.program_of(0)
         is_one = program.target == self.command.program_of(1).target
-        if not (self.preload and self.forks and is_one and self.command.options.numa_binding is None):
+        options = self.command.options
+        # With --virtual-local-rank each rank has variables of devices of its own, which imports read.
+        is_same = is_one and options.numa_binding is None and not options.virtual_local_rank
+        if not (self.preload and self.forks and is_same):
             return self
         packages = {*self.preload, *(["numpy"] if "torch" in self.preload else [])}
         found = leading_statements(program.mode, program.target, self.cwd or os.getcwd(), packages)

@@ -139,10 +139,11 @@ def _lead(order: dict[str, Any]) -> dict[str, Any]:
     _program["has_path0"] = is_set = _program["set_path0"](order["mode"], order["target"])
     preloaded = _program["preloaded"]
     preloaded.hide()
-    path0, watch = sys.path[0] if is_set else "", run_sibling_file("import_watch.py")
-    leading = run_sibling_file("leading_imports.py")["LeadingImports"](order, path0, watch)
+    path0 = sys.path[0] if is_set else ""
+    watch, safety = run_sibling_file("import_watch.py"), run_sibling_file("fork_safety.py")
+    leading = run_sibling_file("leading_imports.py")["LeadingImports"](order, path0, watch, safety)
     _program["leading"] = leading
-    _renewals.extend(leading.execute(_fork, run_sibling_file("fork_safety.py"), preloaded.hide_again))
+    _renewals.extend(leading.execute(_fork, preloaded.hide_again))
     gc.freeze()
     return {"unshared": leading.unshared}
 
