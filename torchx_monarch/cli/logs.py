@@ -132,17 +132,17 @@ def _tail(
     Most backends do not know which lines are of the chosen ranks: more are read until there are enough of these.
     """
     tail = args.tail + _STATES if args.tail is not None else 0
+    sizes = Counter[Source]()
+
+    def counted(logs: Mapping[Source, Iterable[TimedLines]]) -> Iterator[tuple[Source, TimedLines]]:
+        for source, lines in LogMerge(logs, follow=False):
+            sizes[source] += len(lines_of(lines.text))
+            yield source, lines
+
     while tail and args.rank is not None:
-        sizes = Counter[Source]()
-
-        def counted(source: Source, log: Iterable[TimedLines], sizes: Counter[Source] = sizes) -> Iterator[TimedLines]:
-            for lines in log:
-                sizes[source] += len(lines_of(lines.text))
-                yield lines
-
-        logs = {source: counted(source, log) for source, log in open_logs(tail, False).items()}
-        merged = LogMerge(logs, follow=False)
-        chosen = sum(len(lines_of(parsed.text)) for _, parsed in printer.parsed(merged, args.rank))
+        sizes.clear()
+        parsed = printer.parsed(counted(open_logs(tail, False)), args.rank)
+        chosen = sum(len(lines_of(lines.text)) for _, lines in parsed)
         if chosen >= args.tail or max(sizes.values(), default=0) < tail:
             break
         tail *= 16

@@ -154,8 +154,9 @@ class ShownLines:
                     yield from self._feed(line)
 
     def _feed(self, line: LogLines) -> Iterator[LogLines]:
-        goes_on, is_bar = line.text.startswith(_CONTINUED), "\r" in line.text.rstrip("\r\n")
-        state = last_state(line.text)
+        text = line.text.rstrip("\r\n")
+        goes_on, is_bar = text.startswith(_CONTINUED), "\r" in text
+        state = text.rpartition("\r")[2] + line.text[len(text) :]  # what a terminal shows
         if not line.text.endswith("\n"):
             mark = _CONTINUED if goes_on else ""
             self._unfinished = line._replace(text=f"{mark}\r{state}") if is_bar else line
@@ -179,9 +180,3 @@ class ShownLines:
         if last is not None:
             yield last
         self._unfinished, self._bars = None, {}
-
-
-def last_state(line: str) -> str:
-    """Return what a line, with or without its end, shows on a terminal: the text after the last carriage return."""
-    text = line.rstrip("\r\n")
-    return text.rpartition("\r")[2] + line[len(text) :]

@@ -111,7 +111,8 @@ class RankLog:
         start, self._passed = self._passed, self._passed + len(text)
 
         def line() -> bytes:
-            reference = self._reference(start, len(text), prefix)
+            at = self._begin + start - self._lost
+            reference = b"" if start < self._lost_until else LogReference(self._name, at, len(text), prefix).line()
             shown = reference or prefixed(text or b"\n", prefix, goes_on)
             if self.copy is not None:
                 self._space.call(self.copy.refer, reference, shown)
@@ -124,12 +125,6 @@ class RankLog:
         self.writer.call(lambda: os.close(self._fd))
         if self.console is None:
             self.writer.end()
-
-    def _reference(self, start: int, size: int, prefix: bytes) -> bytes:
-        """Return the line of a reference; empty if some of these bytes have been lost."""
-        if start < self._lost_until:
-            return b""
-        return LogReference(self._name, self._begin + start - self._lost, size, prefix).line()
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
