@@ -241,6 +241,7 @@ ACTIVITIES: dict[str, tuple[tuple[Frame, ...], KernelWait, Kind, str, str]] = {
     "sleep in a dataset": ((DATA, LOADER, PROGRAM), KernelWait("S"), Kind.INPUT, "data.py:41", ""),
     "own input": ((Frame("/p/train.py", 9, "next_batch"), PROGRAM), KernelWait("R"), Kind.INPUT, "train.py:9", ""),
     "file": ((DATA, LOADER), KernelWait("D", "read", "/mnt/slow/x"), Kind.FILE, "data.py:41", "/mnt/slow/x"),
+    "reads blocks": ((DATA, LOADER), KernelWait("D", "preadv", "/mnt/slow/x"), Kind.FILE, "data.py:41", "/mnt/slow/x"),
     "opens a file": ((PROGRAM,), KernelWait("D", "openat", "/mnt/slow/x"), Kind.FILE, "train.py:30", "/mnt/slow/x"),
     "lock of a file": ((PROGRAM,), KernelWait("S", "flock", "/tmp/l"), Kind.LOCK, "train.py:30", "/tmp/l"),
     "lock": ((DATA, LOADER), KernelWait("S", "futex"), Kind.LOCK, "data.py:41", ""),

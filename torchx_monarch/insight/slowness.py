@@ -170,20 +170,6 @@ def _lacks_processor(suspect: Suspect, paces: Sequence[Pace]) -> bool:
     return waits_of(last, suspect.ranks or everybody) - usual >= suspect.share / 2
 
 
-_FILE_CALLS = (
-    "read",
-    "write",
-    "close",
-    "ioctl",
-    "pread",
-    "pwrite",
-    "readv",
-    "fsync",
-    "fdatasync",
-    "openat",
-    "stat",
-    "statx",
-)
 _NETWORK_CALLS = ("sendto", "recvfrom", "sendmsg", "recvmsg", "connect", "accept")
 
 _INPUT = re.compile(
@@ -218,10 +204,10 @@ def _activity_of(process: ProcessStacks) -> tuple[Kind, str, str]:
     is_file = wait.path.startswith("/") and not wait.path.startswith(("/dev/", "/proc/", "/memfd:"))
     if wait.state in ("T", "t"):
         return Kind.PROCESSOR, "stopped by a signal", ""
-    if wait.call in _FILE_CALLS and is_file:
-        return Kind.FILE, place, wait.path
     if wait.call in ("flock", "fcntl"):
         return Kind.LOCK, place, wait.path
+    if is_file:
+        return Kind.FILE, place, wait.path
     if "/torch/distributed/" in top or (wait.call == "futex" and "/torch/autograd/" in top):
         return Kind.COLLECTIVE, place, ""
     if wait.call in _NETWORK_CALLS:

@@ -17,6 +17,7 @@ _DESCRIPTOR_CALLS = {
     "pread": (17, 67),
     "pwrite": (18, 68),
     "readv": (19, 65),
+    "writev": (20, 66),
     "connect": (42, 203),
     "accept": (43, 202),
     "sendto": (44, 206),
@@ -27,6 +28,11 @@ _DESCRIPTOR_CALLS = {
     "flock": (73, 32),
     "fsync": (74, 82),
     "fdatasync": (75, 83),
+    "getdents64": (217, 61),
+    "preadv": (295, 69),
+    "pwritev": (296, 70),
+    "preadv2": (327, 286),
+    "pwritev2": (328, 287),
 }
 """The system calls whose first argument is the descriptor of the file that they may wait for, with their numbers on
 x86_64 and aarch64."""
