@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Jobs that are slowed on purpose, and clean ones: ``python bench/slowness.py [--injected N] [--clean N] [--seed S]``.
 
-Each job trains on the digits of scikit-learn, on two hosts of this machine with two ranks each. At a random moment one
-rank is slowed in a random way (KINDS) by a random factor, until the job has given its verdict, or for half a minute.
-Printed are a line for each job, and of all jobs: verdicts with the right rank and kind, the seconds from the onset to
-the verdict, and false alarms, which are verdicts on clean jobs and those before the onset. ``--cost N`` compares the
-steps per second of N clean jobs with those of N jobs whose watch is off, by turns.
+Each job trains on the digits of scikit-learn (PROGRAMS), on two hosts of this machine with two ranks each. At a random
+moment one rank is slowed in a random way (KINDS) by a random factor, until the job has given its verdict, or for half a
+minute. Printed are a line for each job, and of all jobs: verdicts with the right rank and kind, the seconds from the
+onset to the verdict, and false alarms, which are verdicts on clean jobs and those before the onset. ``--cost N``
+compares the steps per second of N clean jobs with those of N jobs whose watch is off, by turns.
 
-Processor kinds need root and version 1 of the cgroup ``cpu``; without it they are left out. On a machine that others
-use a clean job can be slowed by them: the kind of a false alarm tells.
+Kinds with a cgroup need root and version 1 of cgroups; programs of Hugging Face and Lightning need these packages.
+Without them they are left out. On a machine that others use a clean job can be slowed by them: the kind of a false
+alarm tells.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
+import importlib.util
 import json
 import os
 import random
@@ -34,7 +36,7 @@ from typing import Any
 from words import spread
 
 PROGRAM = """
-import fcntl, os, socket, sys, threading, time
+import fcntl, mmap, os, random, socket, sys, threading, time
 import torch, torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, Dataset
@@ -42,7 +44,7 @@ import torchx_monarch
 
 FOLDER, PROGRAM, RANK = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
 torch.set_num_threads(1)
-lock = threading.Lock()
+lock, block, times = threading.Lock(), mmap.mmap(-1, 4096), []
 
 def hold(seconds):
     while True:
@@ -56,7 +58,7 @@ class Digits(Dataset):
         self.images, self.labels = torch.tensor(images, dtype=torch.float32), torch.tensor(labels)
         self.open = None
     def __len__(self):
-        return 1 << 24
+        return 1 << 18
     def __getitem__(self, index):
         wait(self)
         rows = torch.randint(len(self.images), (32,))
@@ -71,6 +73,8 @@ def wait(data):
         data.seconds, data.open = float(seconds), place
         if data.kind == "flock":
             data.open = os.open(place, os.O_RDWR)
+        elif data.kind == "disk":
+            data.open = os.open(place, os.O_RDONLY | os.O_DIRECT)
         elif data.kind == "server":
             data.open = socket.create_connection(("127.0.0.1", int(place)))
         elif data.kind == "lock":
@@ -80,6 +84,8 @@ def wait(data):
     elif data.kind == "fifo":
         with open(data.open, "rb", 0) as file:
             file.read()
+    elif data.kind == "disk":
+        os.preadv(data.open, [block], 4096 * random.randrange(1024))
     elif data.kind == "flock":
         fcntl.flock(data.open, fcntl.LOCK_EX)
         fcntl.flock(data.open, fcntl.LOCK_UN)
@@ -90,10 +96,20 @@ def wait(data):
         lock.acquire()
         lock.release()
 
-def main():
+def ends_after(step, loss):
+    time.sleep(0.01)  # as if an accelerator computed
+    if PROGRAM != "silent":
+        torchx_monarch.progress(step, loss=loss)
+    times.append(time.time())
+    if RANK == 0 and step == 60:
+        with open(f"{FOLDER}/step", "w") as file:
+            file.write(str((times[60] - times[20]) / 40))
+    end = torch.tensor([float(os.path.exists(f"{FOLDER}/end"))])
+    dist.all_reduce(end)
+    return bool(end.item())
+
+def own_loop(model):
     dist.init_process_group("gloo")
-    layers = [torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)]
-    model = torch.nn.Sequential(*layers)
     if PROGRAM == "fsdp2":
         from torch.distributed.fsdp import fully_shard
         for layer in (model[0], model[2], model):
@@ -101,32 +117,61 @@ def main():
     else:
         model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    times = []
     for step, (images, labels) in enumerate(DataLoader(Digits(), batch_size=None)):
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-        time.sleep(0.01)  # as if an accelerator computed
-        if PROGRAM != "silent":
-            torchx_monarch.progress(step, loss=loss.item())
-        times.append(time.time())
-        if RANK == 0 and step == 60:
-            with open(f"{FOLDER}/step", "w") as file:
-                file.write(str((times[60] - times[20]) / 40))
-        end = torch.tensor([float(os.path.exists(f"{FOLDER}/end"))])
-        dist.all_reduce(end)
-        if end.item():
+        if ends_after(step, loss.item()):
             break
-    if RANK == 0:
-        done = [at for at in times if at > times[-1] - 20]
-        with open(f"{FOLDER}/speed", "w") as file:
-            file.write(str((len(done) - 1) / (done[-1] - done[0])))
-main()
+
+def trainer(model):
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+        def forward(self, images, labels):
+            return {"loss": torch.nn.functional.cross_entropy(self.model(images), labels)}
+    class Ends(TrainerCallback):
+        def on_step_end(self, arguments, state, control, **more):
+            control.should_training_stop = ends_after(state.global_step - 1, 0.0)
+    options = {"per_device_train_batch_size": 1, "use_cpu": True, "ddp_backend": "gloo", "remove_unused_columns": False}
+    options |= {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+    collate = lambda rows: dict(zip(("images", "labels"), rows[0]))
+    arguments = TrainingArguments(FOLDER, **options)
+    Trainer(Model(), arguments, data_collator=collate, train_dataset=Digits(), callbacks=[Ends()]).train()
+
+def lightning(model):
+    import lightning
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+        def training_step(self, batch, number):
+            return torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+    class Ends(lightning.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, number):
+            trainer.should_stop = ends_after(number, float(outputs["loss"]))
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    options = {"devices": local, "num_nodes": int(os.environ["WORLD_SIZE"]) // local, "strategy": "ddp"}
+    options |= {"min_epochs": 0, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    options |= {"enable_progress_bar": False}
+    runs = lightning.Trainer(callbacks=[Ends()], use_distributed_sampler=False, **options)
+    runs.fit(Module(), DataLoader(Digits(), batch_size=None))
+
+layers = [torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)]
+{"trainer": trainer, "lightning": lightning}.get(PROGRAM, own_loop)(torch.nn.Sequential(*layers))
+if RANK == 0:
+    done = [at for at in times if at > times[-1] - 20]
+    with open(f"{FOLDER}/speed", "w") as file:
+        file.write(str((len(done) - 1) / (done[-1] - done[0])))
 """
 
-PROGRAMS = ("digits", "fsdp2", "silent")
-"""DistributedDataParallel, FSDP2, and a program that reports no steps."""
+PROGRAMS = {"digits": "torch", "fsdp2": "torch", "silent": "torch", "trainer": "transformers", "lightning": "lightning"}
+"""DistributedDataParallel, FSDP2, a program that reports no steps, and loops of libraries; and what each imports."""
 
 KINDS = {
     "sleep": "input",
@@ -134,14 +179,28 @@ KINDS = {
     "flock": "lock",
     "server": "network",
     "lock": "lock",
+    "disk": "file",
     "cgroup": "processor",
+    "neighbour": "processor",
     "pulses": "processor",
 }
 """How a rank is slowed, and the kind that is right: its input sleeps, reads a slow pipe, waits for the lock of a file,
-for a server that answers slowly, or for a thread's lock; or its process has too little of a processor by a quota of its
-cgroup, or by SIGSTOP and SIGCONT."""
+for a server that answers slowly, for a thread's lock, or for a disk that reads slowly; or its process has too little of
+a processor by a quota of its cgroup, by an urgent process on its core, or by SIGSTOP and SIGCONT."""
 
-CGROUPS = Path("/sys/fs/cgroup/cpu")
+CGROUPS = {kind: Path("/sys/fs/cgroup", name) for kind, name in (("cgroup", "cpu"), ("disk", "blkio"))}
+NEIGHBOUR = """
+import os, time
+os.sched_setaffinity(0, {{0}})
+os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+while True:
+    end = time.monotonic() + {busy}
+    while time.monotonic() < end:
+        pass
+    time.sleep({idle})
+"""
+"""A process that needs its core more urgently than a rank."""
+
 HOSTS, NPROC = 2, 2
 PATIENCE = 30.0
 
@@ -226,7 +285,8 @@ def slowed(  # noqa: C901 - one small function for each way
             time.sleep(seconds)
             connection.sendall(request)
 
-    pid, cgroup = job.pid(rank), CGROUPS / f"slowness-{os.getpid()}"
+    pid, cgroup = job.pid(rank), CGROUPS.get(kind, Path()) / f"slowness-{os.getpid()}"
+    neighbours: list[subprocess.Popen[bytes]] = []
     if kind == "fifo":
         os.mkfifo(place)
         repeat(fill)
@@ -238,6 +298,19 @@ def slowed(  # noqa: C901 - one small function for each way
         place = str(server.getsockname()[1])
     elif kind == "pulses":
         repeat(pulse)
+    elif kind == "disk":
+        Path(place).write_bytes(os.urandom(4096 * 1024))
+        os.sync()
+        cgroup.mkdir()
+        device = os.stat(place).st_dev
+        limit = f"{os.major(device)}:{os.minor(device)} {max(1, round(1 / (step + seconds)))}"
+        (cgroup / "blkio.throttle.read_iops_device").write_text(limit)
+        (cgroup / "cgroup.procs").write_text(str(pid))
+    elif kind == "neighbour":
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setaffinity(int(thread), {0})
+        command = [sys.executable, "-c", NEIGHBOUR.format(busy=seconds, idle=step)]
+        neighbours.append(subprocess.Popen(command))
     elif kind == "cgroup":
         cgroup.mkdir()
         used = _processor_seconds(pid)
@@ -245,7 +318,7 @@ def slowed(  # noqa: C901 - one small function for each way
         used = (_processor_seconds(pid) - used) / 2.0
         (cgroup / "cpu.cfs_quota_us").write_text(str(max(1000, int(100000 * used / (1 + factor)))))
         (cgroup / "cgroup.procs").write_text(str(pid))
-    if kind not in ("pulses", "cgroup"):
+    if KINDS[kind] != "processor":
         aside = job.folder / "aside"
         aside.write_text(f"{kind} {seconds} {place}")
         aside.rename(job.folder / f"inject-{rank}")
@@ -260,10 +333,13 @@ def slowed(  # noqa: C901 - one small function for each way
             time.sleep(2 * step + seconds)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-        elif kind == "cgroup":
+        elif kind in CGROUPS:
             with suppress(ProcessLookupError):
-                (CGROUPS / "cgroup.procs").write_text(str(pid))
+                (CGROUPS[kind] / "cgroup.procs").write_text(str(pid))
             cgroup.rmdir()
+        for neighbour in neighbours:
+            neighbour.kill()
+            neighbour.wait()
         (job.folder / f"inject-{rank}").unlink(missing_ok=True)
 
 
@@ -271,9 +347,9 @@ def _processor_seconds(pid: int) -> float:
     return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])) / 100
 
 
-def trial(choice: random.Random, injects: bool, kinds: list[str], runs: float) -> dict[str, Any]:
+def trial(choice: random.Random, injects: bool, programs: list[str], kinds: list[str], runs: float) -> dict[str, Any]:
     """Run a job; return what has been injected, and the verdicts."""
-    program, kind, rank = choice.choice(PROGRAMS), choice.choice(kinds), choice.randrange(HOSTS * NPROC)
+    program, kind, rank = choice.choice(programs), choice.choice(kinds), choice.randrange(HOSTS * NPROC)
     onset, factor = choice.uniform(5, 20), choice.uniform(0.5, 2.5)
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="sl") as folder:
         job = Job(Path(folder), program, {})
@@ -331,18 +407,20 @@ def main() -> None:
     parser.add_argument("--clean", type=int, default=20)
     parser.add_argument("--clean-seconds", type=float, default=40.0)
     parser.add_argument("--kind", choices=KINDS, action="append")
+    parser.add_argument("--program", choices=PROGRAMS, action="append")
     parser.add_argument("--cost", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    has_cgroups = os.access(CGROUPS / "cgroup.procs", os.W_OK)
-    kinds = args.kind or [kind for kind in KINDS if kind != "cgroup" or has_cgroups]
+    can = {kind: os.access(cgroup / "cgroup.procs", os.W_OK) for kind, cgroup in CGROUPS.items()}
+    kinds = args.kind or [kind for kind in KINDS if can.get(kind, True)]
+    programs = args.program or [name for name, module in PROGRAMS.items() if importlib.util.find_spec(module)]
     choice, injected, clean = random.Random(args.seed), list[dict[str, Any]](), list[dict[str, Any]]()
     for trials, count, injects in ((injected, args.injected, True), (clean, args.clean, False)):
         for _ in range(count):
-            trials.append(told := trial(random.Random(choice.random()), injects, kinds, args.clean_seconds))
+            trials.append(told := trial(random.Random(choice.random()), injects, programs, kinds, args.clean_seconds))
             said = told.get("message", "no verdict")
             print(
-                f"{told['program']:7} {told['kind']:7} rank {told['rank']} +{told['factor']:.0%}: "
+                f"{told['program']:9} {told['kind']:9} rank {told['rank']} +{told['factor']:.0%}: "
                 f"{told.get('after')} {said}",
                 flush=True,
             )
