@@ -192,6 +192,20 @@ def test_all_hosts_have_what_rank_0_alone_has_saved(folder: Path) -> None:
     assert begins(training.finish(only_rank_0=True))[1] in (5, 6)
 
 
+def test_a_checkpoint_that_cannot_be_copied_to_disk_leaves_nothing_there(
+    folder: Path, script: Callable[[str], str]
+) -> None:
+    path = script("""
+        import torchx_monarch
+        with torchx_monarch.checkpoint(1, sys.argv[1]) as place:
+            (place / "same").write_text("x" * int(os.environ["GROUP_RANK"]))
+    """)
+    persist = folder / "persist"
+    hosts = Hosts(folder, torchrun(path, str(persist), nnodes=2), 2, options=NO_PRELOAD).start()
+    assert hosts.wait() == [0, 0] and "the checkpoint of step 1 is not in" in hosts.err()
+    assert not any(persist.iterdir())
+
+
 @pytest.mark.nightly(reason="500 kills of ranks at random moments, with one, two and four hosts")
 @pytest.mark.parametrize("seed", range(125))
 def test_kills_at_random_moments(folder: Path, seed: int) -> None:

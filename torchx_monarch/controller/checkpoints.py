@@ -177,6 +177,8 @@ class Checkpoints:
         except HostError as error:
             why = str(error)
         if why:
+            with contextlib.suppress(HostError):
+                await self._hosts.ask_host(PersistCheckpoint(step, attempt, (), folder), next(iter(by_holder)))
             self._reporter.line(f"the checkpoint of step {step} is not in {folder}: {why}")
         else:
             self._persisted = step

@@ -324,7 +324,7 @@ class KeepCheckpoints(Query[None]):
 
 @dataclasses.dataclass(frozen=True)
 class PersistCheckpoint(Request[str]):
-    """Copy parts of a checkpoint, by their replicas, into a folder of the user.
+    """Copy parts of a checkpoint, by their replicas, into a folder of the user; for none, remove what is there.
 
     With ``publish`` all hosts have copied theirs: make a whole checkpoint of these parts. The answer is why that cannot
     be done, empty if it is.

@@ -308,7 +308,7 @@ class HostCheckpoints:
         self._add(part, folder, _done(files))
 
     async def persist(self, request: PersistCheckpoint) -> str:
-        """Copy parts to the folder of the user, or make a checkpoint of all parts there."""
+        """Copy parts to the folder of the user, make a checkpoint of all parts there, or remove them."""
         held = [self._parts.get((request.step, request.attempt, replica)) for replica in request.replicas]
         folder, token = Path(request.folder), f"{self._host.options.app}-{request.attempt}"
         aside = saved.part_folder(folder, request.step, token)
@@ -319,6 +319,8 @@ class HostCheckpoints:
             sizes = {host: json.loads(text) for host, text in lists.items()}
             saved.publish(folder, request.step, token, sizes)
 
+        if not held:
+            await asyncio.to_thread(run_dirs.remove_tree, str(aside))
         try:
             if request.publish:
                 await asyncio.to_thread(publish)
