@@ -271,6 +271,29 @@ def test_closes_the_socket_when_it_is_cancelled(pair: tuple[socket.socket, socke
     pair[1].close()
 
 
+def test_connections_of_a_thread_share_one_read_buffer(identity: Identity) -> None:
+    server, client = identity.context(server=True), identity.context(server=False)
+
+    async def run() -> int:
+        pairs = [socket.socketpair() for _ in range(20)]
+        ends = [
+            ({"sock": end}, (server, client)[side], (None, _NAME)[side])
+            for pair in pairs
+            for side, end in enumerate(pair)
+        ]
+        opened = await asyncio.gather(*(open_streams(*end, 60.0) for end in ends))
+        for number, (_, writer) in enumerate(opened):
+            await messages.send(writer, {"from": number, "data": "x" * 40_000})
+        found = await asyncio.gather(*(messages.receive(reader, 60.0) for reader, _ in opened))
+        assert [message and message["from"] for message in found] == [number ^ 1 for number in range(40)]
+        buffers = {id(writer.transport._ssl_protocol._ssl_buffer) for _, writer in opened}  # type: ignore[attr-defined]
+        for _, writer in opened:
+            writer.transport.abort()
+        return len(buffers)
+
+    assert asyncio.run(run()) == 1
+
+
 def test_connections_of_others_in_the_process_are_as_asyncio_has_them() -> None:
     assert asyncio.sslproto.SSLProtocol.__module__ == "asyncio.sslproto"
     assert asyncio.sslproto.SSLProtocol.__name__ == "SSLProtocol"

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Address", "AddressError", "ConnectError", "Identity", "Listener", "connect", "explain", "is_client"]
 
 HANDSHAKE_TIMEOUT = 15.0
-"""Seconds for a TLS handshake with replica 0. When thousands of hosts connect together, each waits for the hosts before
-it, and each handshake takes about 1.5 ms of replica 0's CPU time."""
+"""Seconds for a TLS handshake with replica 0, 0.6 ms of its CPU time; of thousands, each waits for those before it."""
 
 _BACKLOG = 4096
 """All hosts of a large job connect within a second. The kernel uses the smaller of this and net.core.somaxconn."""
@@ -39,16 +38,13 @@ _BACKLOG = 4096
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 _MAX_UNAUTHENTICATED = 256
-"""Most unauthenticated connections at a time. Further ones wait in the kernel's queue, which holds thousands. A TLS
-connection takes some 100 kB, and its handshake 2 ms of CPU time, so a higher limit would not admit the thousands of
-hosts of a large job any faster."""
+"""Most unauthenticated connections at a time. Thousands more wait in the kernel's queue: handshakes take CPU time."""
 
 _MIN_AGE_AT_LIMIT = 3.0
 """Seconds that an unauthenticated connection has even at the limit: the peer may be busy with its start."""
 
 _AUTHENTICATION_TIMEOUT = 30.0
-"""Seconds after which an unauthenticated connection is closed. More than the limits of the handshake, of a greeting's
-header line and of its body together (5 s, and 10 s for either of the others)."""
+"""Seconds after which an unauthenticated connection is closed, by when handshake and greeting have timed out."""
 
 _ACCEPT_TIMEOUT = 5.0
 """Seconds for a TLS handshake with a peer that has connected."""
@@ -61,8 +57,7 @@ _CLOSE_TIMEOUT = 1.0
 class Identity:
     """The certificate and key of this host, and the authorities that it trusts.
 
-    The first three are paths of files; the certificate of the client's authority is PEM, empty when no client is
-    accepted.
+    The first three are paths of files; the client's authority is PEM, empty when no client is accepted.
     """
 
     certificate: str
@@ -127,12 +122,9 @@ def _socket_file(path: str) -> socket.socket:
 
 
 def _port(bind: str, port: int) -> socket.socket:
-    if bind:
-        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-        return socket.create_server((bind, port), family=family)
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    both = not bind and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in bind else socket.AF_INET
+    return socket.create_server((bind, port), family=family, dualstack_ipv6=both)
 
 
 async def connect(

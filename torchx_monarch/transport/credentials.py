@@ -12,6 +12,7 @@ All keys are P-256. The module is imported only where hosts talk over a network:
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import datetime
 import ipaddress
@@ -183,10 +184,8 @@ def _builder(
 
 
 def _general_name(name: str) -> x509.GeneralName:
-    try:
+    with contextlib.suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(name))
-    except ValueError:
-        pass
     try:
         return x509.DNSName(name)
     except ValueError:

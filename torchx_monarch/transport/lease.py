@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from torchx_monarch.transport.channel import Channel
 
 _HEARTBEATS = 3
-"""Heartbeats per lease, so that two may be late. For four thousand hosts, one heartbeat every 5 s would cost replica 0
-a tenth of a core, and one every 10 s costs half of that."""
+"""Heartbeats per lease, so that two may be late. Each costs replica 0 about 0.03 ms of CPU time."""
 
 _TICK = 1.0
 """Seconds between two checks of all leases."""
