@@ -79,7 +79,8 @@ def cancel_save(jobs: Sequence[Job]) -> None:
         job.submit()
 
 
-KINDS = (send_sigterm, reach_time_limit, put_back, preempt, cancel_save)
+#: A preemption, which takes all jobs, is the last.
+KINDS = (send_sigterm, reach_time_limit, put_back, cancel_save, preempt)
 
 
 @pytest.mark.nightly("minutes: 40 stops for each seed, of which test_goes_on_after_the_job_was_queued_again has one")
