@@ -132,7 +132,8 @@ def _activity(job: JobFacts) -> list[tuple[str, list[Curve], list[LateRow]]]:
     for role, attempts in of_roles.items():
         points, ranks = [attempt.points for attempt in attempts], len(job.timeline.last_ranks())
         title = "What the ranks did" + (f" ({one_line(role)})" if len(of_roles) > 1 else "")
-        drawn = curves(points, over=job.timeline.job, moments=job.timeline.moments)
+        moments = [moment for moment in job.timeline.moments if moment.role in ("", role)]
+        drawn = curves(points, over=job.timeline.job, moments=moments)
         found.append((title, drawn, late_rows(points, ranks, job.timeline.job)))
     return found
 
