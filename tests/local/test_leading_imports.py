@@ -375,6 +375,7 @@ UNSAFE = {
     "a variable of ranks, by a loop": "for name, value in os.environ.items():\n    pass",
     "a variable of ranks, caught": "try:\n    os.environ['RANK']\nexcept BaseException:\n    pass",
     "arguments": "import sys\nfirst = sys.argv[0]",
+    "arguments, if there are any": "import sys\nfirst = getattr(sys, 'argv', [''])[0]",
     "a signal": "import signal\nsignal.signal(signal.SIGUSR1, print)",
     "a temporary folder": "import tempfile\nfolder = tempfile.TemporaryDirectory()",
     "the working folder": "os.chdir('/')",
@@ -417,8 +418,8 @@ UNSAFE = {
     "a generator with a seed": "import random, time\nchoice = random.Random(time.time_ns())",
     "a token in a queue": "import collections, uuid\nnames = collections.deque([uuid.uuid4()])",
     "a free port": "import socket\nwith socket.socket() as own:\n    own.bind(('', 0))\n    name = own.getsockname()",
-    "an exit": "import sys\nhasattr(sys, 'argv') or sys.exit(3)",
-    "an error": "import sys\nassert hasattr(sys, 'argv'), 'no'",
+    "an exit": "import sys\n'argv' in vars(sys) or sys.exit(3)",
+    "an error": "import sys\nassert 'argv' in vars(sys), 'no'",
 }
 
 
@@ -466,10 +467,17 @@ def test_ranks_with_interpreters_of_their_own_execute_all_imports(folder: Path, 
 def test_an_import_that_ends_its_process_is_left_to_the_ranks(
     run: Callable[..., set[str]], live: Live, tmp_path: Path
 ) -> None:
-    install(tmp_path, "other.py", "import sys\nhasattr(sys, 'argv') or os._exit(3)")
+    install(tmp_path, "other.py", "import sys\n'argv' in vars(sys) or os._exit(3)")
     text = f"import pack\nimport other\n{AHEAD}\nprint(ahead(pack, other), flush=True)"
     assert run(text) == {"[]"}
     assert "exited with code 3 while it executed the first imports of the program; the ranks execute them" in live.err()
+
+
+def test_an_import_may_put_a_folder_before_that_of_the_program(run: Callable[..., set[str]], tmp_path: Path) -> None:
+    """As ray does."""
+    install(tmp_path, "other.py", "import sys\nsys.path.insert(0, '/first')\nsys.path.append('/last')")
+    text = f"import other, sys\n{AHEAD}\nprint(*sys.path[:2], sys.path[-1], *ahead(other))"
+    assert run(text) == {f"/first {tmp_path} /last other"}
 
 
 def test_modules_hold_the_main_module_of_the_program(run: Callable[..., set[str]], tmp_path: Path) -> None:

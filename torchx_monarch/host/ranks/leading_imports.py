@@ -69,7 +69,7 @@ class LeadingImports:
         self.unshared = ""
         self._statements: list[tuple[str, int, str]] = order["statements"]
         self._path = order["path"]
-        self._has_path0 = bool(path0)
+        self._path0 = path0
         self._installed = _InstalledModules(path0)
         self._safety, self._generators = safety, safety["Generators"]()
         self._watch: Any = watch["ImportWatch"](
@@ -93,7 +93,7 @@ class LeadingImports:
             Functions for forks that make anew what they must not share.
         """
         before, main = set(sys.modules), types.ModuleType("__main__")
-        executed, path0 = set[str](), sys.path[:1]
+        executed = set[str]()
         vars(main).update(__builtins__=sys.modules["builtins"], __file__=self._path)
         sys.modules["__main__"] = main
         with _Output() as output, self._watched():
@@ -116,8 +116,8 @@ class LeadingImports:
                     else:
                         resources = self._safety["Resources"](fork)
                         why = execute()
-                        if sys.path[:1] != path0:
-                            why = why or "it changes the beginning of sys.path"
+                        if self._path0 and self._path0 not in sys.path:
+                            why = why or "it takes the program's folder out of sys.path"
                         why = why or resources.what_is_new("it", self._watch.places) or self._generators.seeded_by("it")
                         new = sys.modules.keys() - imported
                         compared = functools.partial(_digest_of_copy, writer, digest)
@@ -151,8 +151,7 @@ class LeadingImports:
         except self._must_not_be_shared as error:
             return str(error)
         except BaseException as error:
-            is_argv = isinstance(error, AttributeError) and (error.obj, error.name) == (sys, "argv")
-            return "it reads sys.argv" if is_argv else f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}"
         now = vars(os.environ)["_data"]
         if text.startswith("os.environ"):
             self._set.update({name: value for name, value in now.items() if before.get(name) != value})
@@ -181,14 +180,20 @@ class LeadingImports:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        argv = sys.argv
-        del sys.argv  # another run may have other arguments
+        argv, stop = sys.argv, self._watch.stop
+
+        class Watched(types.ModuleType):
+            argv = property(lambda _: stop("it reads sys.argv"))  # another run may have other arguments
+
+        del sys.argv
+        sys.__class__ = Watched
         sys.meta_path.insert(0, self._guard)
         try:
             with self._watch.replaced_functions():
                 yield
         finally:
             sys.meta_path.remove(self._guard)
+            sys.__class__ = types.ModuleType
             sys.argv = argv
 
     def is_current(self, path0: str) -> bool:
@@ -198,7 +203,7 @@ class LeadingImports:
             path0: the folder of the program.
         """
         importlib.invalidate_caches()
-        places = [path0, *sys.path] if self._has_path0 else sys.path
+        places = [path0, *sys.path] if self._path0 else sys.path
         specs = (importlib.machinery.PathFinder.find_spec(name, places) for name in self._packages)
         return self._watch.is_current() and not any(
             spec.loader and self._installed.foreign(spec) for spec in specs if spec

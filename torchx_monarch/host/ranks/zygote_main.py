@@ -69,7 +69,7 @@ _MAX_DESCRIPTORS = 253
 """Largest number of descriptors in one message (SCM_MAX_FD of Linux)."""
 
 _program: dict[str, Any] = {}
-"""The names of ``rank_main``, and what orders have made: ``preloaded``, ``leading``, ``unsafe`` and ``has_path0``."""
+"""The names of ``rank_main``, and what orders have made: ``preloaded``, ``leading``, ``unsafe`` and ``path0``."""
 
 _FOR_ALL = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that a backend may send to every process of a job. The host decides when the zygote and the store end."""
@@ -136,10 +136,10 @@ def _lead(order: dict[str, Any]) -> dict[str, Any]:
     if order["cwd"] is not None:
         os.chdir(order["cwd"])
     os.environ.update(order["env"])
-    _program["has_path0"] = is_set = _program["set_path0"](order["mode"], order["target"])
+    is_set = _program["set_path0"](order["mode"], order["target"])
     preloaded = _program["preloaded"]
     preloaded.hide()
-    path0 = sys.path[0] if is_set else ""
+    _program["path0"] = path0 = sys.path[0] if is_set else ""
     watch, safety = run_sibling_file("import_watch.py"), run_sibling_file("fork_safety.py")
     leading = run_sibling_file("leading_imports.py")["LeadingImports"](order, path0, watch, safety)
     _program["leading"] = leading
@@ -482,9 +482,12 @@ def main() -> None:
     _program["replace_set_trace"](rank["breakpoints"])
     send_failure = _program["run_sibling_file"]("rank_recorder.py")["watch"](rank["recorder"])
     _program["preloaded"].hide()
-    if _program.get("has_path0"):
-        del sys.path[0]  # the leading statements may have been another program's
+    first = list[str]()
+    if path0 := _program.get("path0"):
+        first = sys.path[: sys.path.index(path0)]  # of packages that put folders before the program's
+        del sys.path[: len(first) + 1]  # the leading statements may have been another program's
     _program["set_path0"](rank["mode"], rank["target"])
+    sys.path[:0] = first
     if "leading" in _program:
         for descriptor, output in enumerate(_program["leading"].output, 1):
             with open(descriptor, "wb", closefd=False) as file:
