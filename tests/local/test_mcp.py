@@ -93,6 +93,8 @@ def test_a_job_is_submitted_after_a_dry_run_and_cancelled_by_its_handle(apps: De
             words = ["-s", "monarch_local", "utils.sh", "sleep", "1000"]
             shown = await call(session, "dry_run", arguments=words)
             assert shown["exit_code"] == 0 and "sleep" in shown["output"]
+            waits = await call(session, "dry_run", arguments=["--wait", *words])
+            assert "leave out --wait" in waits["error"]
             assert (await call(session, "list_jobs"))["output"] == []
             submitted = await call(session, "submit", token=shown["token"])
             assert "dry_run first" in (await call(session, "submit", token=shown["token"]))["error"]

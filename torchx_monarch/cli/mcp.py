@@ -17,6 +17,7 @@ import sys
 from typing import Any
 
 from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.cli.torchx_run import CmdRun
 from torchx_monarch.schedulers.recorded_apps import recorded_apps
 from torchx_monarch.system.untrusted_text import printable
 
@@ -102,6 +103,10 @@ class _Jobs:
         code, output = await _run(sys.executable, "-m", "torchx.cli.main", "run", "--dryrun", *arguments)
         if code:
             return {"exit_code": code, "output": printable(output)}
+        CmdRun().add_arguments(parser := argparse.ArgumentParser())
+        options = parser.parse_args(arguments)
+        if options.wait or options.log or options.tee_logs:
+            raise ToolError("leave out --wait, --log and --tee_logs: status and logs tell what follows")
         token = secrets.token_hex(8)
         self._shown[token] = arguments
         return {"exit_code": 0, "output": printable(output), "token": token}
