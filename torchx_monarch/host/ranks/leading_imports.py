@@ -151,7 +151,8 @@ class LeadingImports:
         except self._must_not_be_shared as error:
             return str(error)
         except BaseException as error:
-            return f"{type(error).__name__}: {error}"
+            is_argv = isinstance(error, AttributeError) and (error.obj, error.name) == (sys, "argv")
+            return "it reads sys.argv" if is_argv else f"{type(error).__name__}: {error}"
         now = vars(os.environ)["_data"]
         if text.startswith("os.environ"):
             self._set.update({name: value for name, value in now.items() if before.get(name) != value})
@@ -180,20 +181,14 @@ class LeadingImports:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        argv, stop = sys.argv, self._watch.stop
-
-        class Watched(types.ModuleType):
-            argv = property(lambda _: stop("it reads sys.argv"))  # another run may have other arguments
-
-        del sys.argv
-        sys.__class__ = Watched
+        argv = sys.argv
+        del sys.argv  # another run may have other arguments
         sys.meta_path.insert(0, self._guard)
         try:
             with self._watch.replaced_functions():
                 yield
         finally:
             sys.meta_path.remove(self._guard)
-            sys.__class__ = types.ModuleType
             sys.argv = argv
 
     def is_current(self, path0: str) -> bool:
