@@ -212,6 +212,8 @@ def test_none_but_the_same_host_process_goes_on(tmp_path: Path) -> None:
             with pytest.raises(RendezvousError, match="has registered already"):
                 await RendezvousClient.join(HostNetwork(direct.rendezvous, SPEC, identity=direct.identity), HOST, 0.1)
             second._channel.close()
+            # Else a result written to it is answered by a reset, after which replica 0 waits a lease for the host.
+            await job.rendezvous.events.until_event(asyncio.sleep(WITHIN))
 
     asyncio.run(main())
 

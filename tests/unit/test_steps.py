@@ -276,7 +276,7 @@ def test_what_ranks_write_does_no_harm() -> None:
     for field in range(4, steps.FIELDS):
         first[field], second[field] = -5, (1 << 63) - 1
     read = asyncio.run(hosts.ask(StopAtStep()))[0]
-    assert (read.passed, read.step, read.running, read.left) == (1 << 60, None, 2, (0, 1))
+    assert (read.passed, read.step, read.running, read.left) == (1 << 60, None, 2, ((0, 0), (1 << 60, 1)))
     second[steps.FIRST], second[steps.CHECKPOINT] = 8, 9
     reported = Progress(3, None, 200.0)
     found = [hosts.memories[0].progress(rank, reported, 300.0) for rank in (0, 1)]
