@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 import venv
 from collections.abc import Callable, Iterator
@@ -220,6 +221,21 @@ def test_modules_of_torch_are_imported_ahead_of_what_ranks_execute(
         assert run(f"{text}\n{shown}") == {f"False {expected}"}
 
 
+def test_what_wrapped_models_import_is_imported_ahead(live: Live, tmp_path: Path) -> None:
+    text = """
+import sys
+import torch
+executed = []
+sys.addaudithook(lambda event, args: executed.append(args[0]) if event == "exec" else None)
+import torch._dynamo
+print(len(executed), flush=True)
+"""
+    (tmp_path / "prog.py").write_text(text)
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "prog.py")]
+    result = live.run(*words)
+    assert [list(live.job.logs(rank, run=result.run)) for rank in result.ranks] == [["0"], ["0"]]
+
+
 def test_what_an_import_gives_the_program_is_not_what_a_later_one_has_replaced(
     run: Callable[..., set[str]], tmp_path: Path
 ) -> None:
@@ -248,8 +264,12 @@ late = time.time()
 thread, processor, clock = threading.get_native_id(), time.process_time(), time.clock_gettime_ns(time.CLOCK_MONOTONIC)
 entropy = os.getrandom(16)
 day, utc = datetime.datetime.now(), datetime.datetime.now(datetime.timezone.utc)
+class Lazy:
+    def __getattr__(self, name):
+        os._exit(3)
+lazy = Lazy()
 """
-"""A module that keeps values of its process."""
+"""A module that keeps values of its process, and an object that nobody may ask for an attribute."""
 
 NAMES = (
     "identifier",

@@ -119,15 +119,16 @@ class Generators:
         """Return whether a generator has a seed of the system's, and so another one in each fork."""
         if issubclass(type(source), random.Random):
             return source in self._made
+        if not issubclass(type(source), _numpy_sources()):  # others may do anything when they are asked
+            return False
         # An entropy that a module gives may be a list.
         return str(getattr(getattr(source, "_seed_seq", source), "entropy", "")) in self._drawn
 
     def stop(self) -> Callable[[], None]:
         """End the watch; return a function for forks that seeds the generators anew that have seeds of the system's."""
         _set_functions(*self._original)
-        made, numpy = list(self._made), sys.modules.get("numpy.random")
-        kinds = (numpy.BitGenerator, numpy.SeedSequence) if numpy else ()
-        found = [source for source in gc.get_objects() if issubclass(type(source), kinds)] if kinds else []
+        made, sources = list(self._made), _numpy_sources()
+        found = [source for source in gc.get_objects() if issubclass(type(source), sources)] if sources else []
         found = [source for source in found if self.is_renewed(source)]
 
         def renew() -> None:
@@ -137,6 +138,11 @@ class Generators:
                 source.__init__()
 
         return renew
+
+
+def _numpy_sources() -> tuple[type, ...]:
+    numpy = sys.modules.get("numpy.random")
+    return (numpy.BitGenerator, numpy.SeedSequence) if numpy else ()
 
 
 def _set_functions(seed: Any, global_seed: Any, urandom: Any) -> None:

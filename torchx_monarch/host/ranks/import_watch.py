@@ -77,7 +77,8 @@ _HARMLESS = {
     ("joblib._multiprocessing_helpers", "asks for the process id"),  # the name of a semaphore that it closes at once
     ("psutil._pslinux", "asks for the process id"),  # whether /proc has some files
     ("numpy.testing._private.utils", "asks for the process id"),  # processor time of numpy's own tests
-    ("multiprocessing.heap", "asks for the process id"),  # these four notice that they are in another process
+    ("multiprocessing.heap", "asks for the process id"),  # these five notice that they are in another process
+    ("tempfile", "asks for the process id"),
     ("filelock._api", "asks for the process id"),
     ("filelock._read_write", "asks for the process id"),
     ("fsspec.spec", "asks for the process id"),
