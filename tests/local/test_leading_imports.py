@@ -264,12 +264,8 @@ late = time.time()
 thread, processor, clock = threading.get_native_id(), time.process_time(), time.clock_gettime_ns(time.CLOCK_MONOTONIC)
 entropy = os.getrandom(16)
 day, utc = datetime.datetime.now(), datetime.datetime.now(datetime.timezone.utc)
-class Lazy:
-    def __getattr__(self, name):
-        os._exit(3)
-lazy = Lazy()
 """
-"""A module that keeps values of its process, and an object that nobody may ask for an attribute."""
+"""A module that keeps values of its process."""
 
 NAMES = (
     "identifier",

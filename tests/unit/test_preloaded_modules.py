@@ -15,6 +15,7 @@ import pytest
 
 from tests.waits import WITHIN
 from torchx_monarch.host.ranks import preloaded_modules
+from torchx_monarch.host.ranks.fork_safety import Generators
 from torchx_monarch.host.ranks.leading_statements import NOT_IN_TORCH, Leading, leading_statements
 from torchx_monarch.host.ranks.preloaded_modules import is_read_at_import
 
@@ -352,3 +353,15 @@ def test_what_is_no_program_has_none(text: str, tmp_path: Path) -> None:
     assert leading_statements("script", str(tmp_path), "/", ()).statements == ()
     assert leading_statements("module", "nosuch", str(tmp_path), ()).statements == ()
     assert leading_statements("code", "import sklearn", "/", ()).statements == ()
+
+
+def test_objects_are_not_asked_whether_they_are_generators() -> None:
+    class Lazy:
+        def __getattr__(self, name: str) -> object:
+            raise AssertionError(name)
+
+    generators = Generators()
+    try:
+        assert not generators.is_renewed(Lazy())
+    finally:
+        generators.stop()
