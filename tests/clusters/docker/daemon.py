@@ -18,6 +18,7 @@ import tarfile
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import docker
@@ -189,12 +190,8 @@ class Daemon:
         ours = str(self.folder)
         mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if ours in line]
         assert not mounts, f"mounts left: {mounts}"
-        running = [
-            process.pid
-            for process in psutil.process_iter(["cmdline"])
-            if str(self.folder) in str(process.info["cmdline"])
-        ]
-        assert not running, f"processes left: {running}"
+        processes = partial(psutil.process_iter, ["cmdline"])
+        until(lambda: not any(ours in str(process.info["cmdline"]) for process in processes()), "its processes to end")
 
     def _cgroups(self) -> Iterator[Path]:
         """The groups of its containers, children first; other daemons may remove theirs meanwhile."""
