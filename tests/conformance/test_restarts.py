@@ -97,7 +97,8 @@ def test_environment_of_each_attempt(both: Launchers) -> None:
         assert different == {*DIFFERENT, "TORCHELASTIC_USE_AGENT_STORE"}
         ports["torchrun"].add(their["MASTER_PORT"])
         ports["host"].add(our["MASTER_PORT"])
-    assert (len(ports["torchrun"]), len(ports["host"])) == (1, 3)
+    # The kernel chooses a free port for each attempt, and may choose the same again.
+    assert len(ports["torchrun"]) == 1 < len(ports["host"])
 
 
 @differs(Difference.EVIDENCE, Difference.RESTART_DELAY)
