@@ -31,8 +31,9 @@ from torchx.specs import (
 
 from tests.waits import WITHIN, until
 from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.errors import SubmitError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local import folder, gpus
+from torchx_monarch.backends.local import folder, gpus, submit
 from torchx_monarch.backends.local.backend import LocalBackend, LocalOpts
 from torchx_monarch.backends.local.supervision import SupervisorRequest
 from torchx_monarch.insight import events
@@ -292,6 +293,17 @@ def test_kills_what_does_not_end(
     folder.remove_ended(paths)
     assert supervisor.wait(WITHIN) == -9
     assert not os.path.exists(paths.root)
+
+
+def test_a_supervisor_that_does_not_start_in_time_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hung = tmp_path / "python"
+    hung.write_text(f"#!/bin/sh\nsleep 10\ntouch {tmp_path}/waited\n")
+    hung.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(hung))
+    monkeypatch.setattr(submit, "_START_TIMEOUT", 0.1)
+    with pytest.raises(SubmitError, match="it printed nothing"):
+        submit.submit(SupervisorRequest("a-hung", "a", []), {})
+    assert not (tmp_path / "waited").exists() and not os.path.exists(state_files.app_paths("a-hung").root)
 
 
 def test_removes_an_app_with_a_damaged_request(paths: state_files.AppPaths) -> None:

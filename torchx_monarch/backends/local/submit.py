@@ -118,8 +118,11 @@ def start_supervisor(paths: state_files.AppPaths, request: SupervisorRequest, lo
             pass_fds=(lock,),
         )
     answer = b""
-    with first, contextlib.suppress(subprocess.TimeoutExpired):
-        answer, _ = first.communicate(timeout=_START_TIMEOUT)  # ends when the supervisor has closed its stdout
+    with first:
+        try:
+            answer, _ = first.communicate(timeout=_START_TIMEOUT)  # ends when the supervisor has closed its stdout
+        except subprocess.TimeoutExpired:
+            first.kill()
     if answer != folder.READY:
         raise SubmitError(
             f"the supervisor of {paths.app_id} could not be started (with {sys.executable}): "
