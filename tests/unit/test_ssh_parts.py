@@ -128,6 +128,17 @@ def test_a_connection_stays_open_and_is_opened_again_when_it_was_lost(ssh: Path)
     connection.close()
 
 
+def test_a_stopped_ssh_is_killed(ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_END_TIMEOUT", 0.1, raising=False)
+    connection = MachineConnection("a", sys.executable, "")
+    connection.ask("hello")
+    process = connection._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    connection.close()
+    assert process.returncode == -signal.SIGKILL
+
+
 def test_of_machines_that_are_asked_at_once_the_first_error_is_raised() -> None:
     def call(machine: str) -> str:
         if machine in "bc":

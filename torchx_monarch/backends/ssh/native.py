@@ -39,6 +39,9 @@ _START_TIMEOUT = 30.0
 _ANSWER_TIMEOUT = 60.0
 """Seconds in which a machine must answer an order while its connection is alive, which ssh itself watches."""
 
+_END_TIMEOUT = 5.0
+"""Seconds that ssh has to end."""
+
 _MAX_THREADS = 32
 
 _OPTIONS = (
@@ -191,7 +194,7 @@ class MachineConnection:
             watchdog.cancel()
         if not line.endswith(b"\n"):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(5)
+                process.wait(_END_TIMEOUT)
             self._stderr.seek(0)
             stderr = self._stderr.read()[-4000:].decode(errors="replace").strip()
             raise SshError(self._machine, explain(stderr, process.poll(), self._python))
@@ -207,7 +210,11 @@ class MachineConnection:
         with contextlib.suppress(OSError):  # what could not be sent
             process.stdin.close()
         process.stdout.close()
-        process.wait()
+        try:
+            process.wait(_END_TIMEOUT)
+        except subprocess.TimeoutExpired:  # it is stopped
+            process.kill()
+            process.wait()
         self._stderr.close()
 
 
