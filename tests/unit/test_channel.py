@@ -258,7 +258,8 @@ def test_who_does_not_come_back_is_lost(tmp_path: Path, is_reset: bool, reason: 
 def test_a_message_of_the_last_connection_that_comes_beside_the_next_one_is_not_taken_twice() -> None:
     async def main() -> None:
         first, second, writer = asyncio.StreamReader(), asyncio.StreamReader(), Mock(spec=asyncio.StreamWriter)
-        channel = Channel(first, writer, SPEC, networked=True)
+        said = list[str]()
+        channel = Channel(first, writer, SPEC, networked=True, say=said.append)
         for number in (1, 2):
             receiving = asyncio.ensure_future(channel.receive())
             await asyncio.sleep(0)  # until it waits for the message
@@ -269,6 +270,7 @@ def test_a_message_of_the_last_connection_that_comes_beside_the_next_one_is_not_
                 first.feed_eof()
             assert await receiving == {"number": number}
         assert await channel.receive() == {"number": 3}
+        assert said == ["it has connected again"], "this end has noticed no break"
         channel.close()
 
     asyncio.run(main())

@@ -194,7 +194,8 @@ class Channel:
         first = [messages.encode(answer)] if answer is not None else []
         writer.write(b"".join(first + self._unconfirmed))
         self._streams, self.silence = (reader, writer), 0.0
-        self._say(f"it has connected again, after {self.broken_by}")
+        after = f", after {self.broken_by}" if self.broken_by else ""  # else the other end alone has noticed the break
+        self._say(f"it has connected again{after}")
         self._wake()
 
     def _drop_confirmed(self, received: object) -> None:
