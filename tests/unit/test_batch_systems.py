@@ -155,6 +155,24 @@ def test_a_job_that_the_batch_system_ends_says_so(pbs_app: JobFolder, monkeypatc
     assert cancelled is not None and {replica.state for replica in cancelled.replicas} == {State.CANCELLED}
 
 
+def test_a_job_that_cannot_be_taken_back_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    jobs = iter(["8.pbs"])
+
+    def run(self: PbsBackend, command: Sequence[str]) -> str:
+        if command[0] == "qsub" and (job := next(jobs, "")):
+            return job
+        raise BackendError(f"{command[0]} refuses: the server is busy")
+
+    monkeypatch.setattr(PbsBackend, "run", run)
+    app = AppDef("app", [Role("r", image="", entrypoint="true", num_replicas=2)])
+    submitted, backend = SubmittedApp(app, [RoleSpec("r", 2)]), PbsBackend()
+    with pytest.raises(BackendError, match="qsub refuses"):
+        backend.submit(backend.render(app, submitted, PbsOpts()), submitted, "")
+    assert "not cancelled, to be done by `qdel 8`: qdel refuses: the server is busy" in caplog.text
+
+
 def test_lsf(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LsfBackend().submit_command(JOB, BatchOpts(queue="normal", time="90:30", account="proj")) == [
         *("bsub", "-J", "m-x-0[1-2]", "-o", "/jobs/x/job.log", "-q", "normal", "-n", "4", "-R", "span[hosts=1]"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import itertools
+import logging
 import os
 import re
 import shlex
@@ -83,6 +84,8 @@ class Job(NamedTuple):
     output: str
     submit_args: Sequence[str]
 
+
+_log = logging.getLogger("torchx_monarch")
 
 _job_lists: dict[str, JobList] = {}
 
@@ -253,8 +256,11 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
             if app_id != folder.app_id:
                 os.rename(link, os.path.join(self._index, app_id))
         except BaseException as error:
-            with contextlib.suppress(BackendError):
+            try:
                 self.cancel(jobs)
+            except BackendError as reason:
+                by_hand = " ".join([*self.cancel_command, *jobs])
+                _log.warning("not cancelled, to be done by `%s`: %s", by_hand, reason)
             remove_tree(folder.root)
             state_files.remove_file(link)
             if isinstance(error, OSError):
