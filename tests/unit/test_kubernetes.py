@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -10,21 +11,25 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import urllib3
 from torchx.runner import Runner
 from torchx.specs import AppDef, BindMount, DeviceMount, InvalidRunConfigException, Resource, Role, VolumeMount
 from torchx.specs.finder import ComponentValidationException
 
+from torchx_monarch.backends.core.backend import read_undamaged
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
 from torchx_monarch.backends.core.state import AppStatus, count_restarts, pending_stop, reduce
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.kubernetes import request, snapshot
+from torchx_monarch.backends.kubernetes.native import Api
 from torchx_monarch.backends.kubernetes.request import with_credentials
 from torchx_monarch.backends.kubernetes.snapshot import AppObjects, Attempt, JobReport
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_kubernetes
+from torchx_monarch.system.line_output import MAX_LINE_BYTES
 
 OFFLINE: dict[str, Any] = {"validate_spec": False, "namespace": "team"}
 
@@ -235,11 +240,11 @@ def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]
 
 
 def test_a_pod_that_others_have_given_our_labels_is_no_replica() -> None:
-    ours, copied, numbered = pod(), pod(), pod()
-    for made, role, index in ((ours, "0", "1"), (copied, "", "1"), (numbered, "0", "first")):
+    ours, copied, numbered, huge = pod(), pod(), pod(), pod()
+    for made, role, index in ((ours, "0", "1"), (copied, "", "1"), (numbered, "0", "first"), (huge, "0", "9" * 5000)):
         made["metadata"]["labels"] = {request.LABEL_APP: "app", request.LABEL_ROLE: role}
         made["metadata"]["annotations"] = {"batch.kubernetes.io/job-completion-index": index}
-    assert list(snapshot._by_replica([copied, ours, numbered])) == [(0, 1)]
+    assert list(snapshot._by_replica([copied, ours, numbered, huge])) == [(0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -440,3 +445,28 @@ def test_a_snapshot_of_an_apps_objects() -> None:
 def test_a_damaged_annotation_is_named(record: str) -> None:
     with pytest.raises(DamagedFileError, match="the annotation torchx-monarch/appdef of n:a is damaged: "):
         snapshot.assemble(stored(record), NOW)
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        (request.ANNOTATION_OPTIONS, "{"),
+        (request.ANNOTATION_OPTIONS, '{"grace": "long", "pull_timeout": 60}'),
+        (request.ANNOTATION_ENDED, '{"state": "GONE"}'),
+        (request.ANNOTATION_ENDED, "[" * 100_000),
+    ],
+)
+def test_another_damaged_annotation_costs_no_other_app(name: str, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    objects = stored(packed())
+    objects.record["metadata"]["annotations"][name] = text
+    assert read_undamaged([objects], lambda found: snapshot.assemble(found, NOW)) == []
+    assert f"the annotation {name} of n:a is damaged: " in caplog.text
+
+
+def test_a_line_without_end_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = b"2026-11-20T10:00:00Z " + b"x" * 3 * MAX_LINE_BYTES + b"\n2026-11-20T10:00:01Z last"
+    answer = urllib3.HTTPResponse(io.BytesIO(body), preload_content=False)
+    monkeypatch.setattr(Api, "_send", lambda *args, **more: answer)
+    lines = list(Api.lines(Api.__new__(Api), "/log"))
+    assert max(map(len, lines)) < 2 * MAX_LINE_BYTES and lines[-1] == b"2026-11-20T10:00:01Z last"
+    assert b"".join(lines).count(b"x") == 3 * MAX_LINE_BYTES

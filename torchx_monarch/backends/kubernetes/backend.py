@@ -14,6 +14,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 
 from torchx.specs import AppDef
@@ -85,7 +86,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         """Return the objects; have the cluster validate them (``validate_spec``)."""
         record = {
             request.ANNOTATION_APP: submitted.pack(),
-            request.ANNOTATION_OPTIONS: json.dumps({"grace": options.grace, "pull_timeout": options.pull_timeout}),
+            request.ANNOTATION_OPTIONS: json.dumps(asdict(request.StoredOptions(options.grace, options.pull_timeout))),
         }
         namespace = options.namespace
         if namespace is None:
@@ -251,7 +252,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
     def stop(self, app: KubernetesSnapshot, outcome: Outcome, grace: float | None) -> None:
         """Start to end the pods, with their own grace period, and write why into the record: the first counts."""
         ending = app.ending or outcome
-        note = json.dumps({"state": ending.state.name, "msg": ending.message, "time": ending.time or time.time()})
+        note = json.dumps(asdict(replace(ending, time=ending.time or time.time())))
         metadata: Object = {"annotations": {request.ANNOTATION_ENDED: note}}
         objects, record = app.objects, path_of(app.objects.record, app.objects.namespace)
         # The others have ended, and only their status may lag: it says how.

@@ -22,6 +22,7 @@ from kubernetes import client, config
 
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.kubernetes.request import Object
+from torchx_monarch.system.line_output import LineReader
 
 _CONNECT_TIMEOUT, _READ_TIMEOUT = 10.0, 60.0
 
@@ -135,9 +136,12 @@ class Api:
 
     def lines(self, path: str, **query: str) -> Iterator[bytes]:
         """Yield the lines of an answer as they arrive, each with its line end; stop when the connection breaks."""
-        answer = self._send("GET", path, query, stream=True)
+        answer, reader = self._send("GET", path, query, stream=True), LineReader()
         try:
-            yield from answer
+            for data in answer.stream():
+                yield from reader.feed(data)
+            if rest := reader.rest():
+                yield rest
         except urllib3.exceptions.HTTPError:
             return
         finally:

@@ -41,10 +41,10 @@ ANNOTATION_APP = "torchx-monarch/appdef"
 """Annotation of an app's record: the app, packed by ``SubmittedApp.pack``."""
 
 ANNOTATION_OPTIONS = "torchx-monarch/options"
-"""Annotation of the record: the run options that a snapshot needs, as JSON: ``grace``, ``pull_timeout``."""
+"""Annotation of the record: the run options that a snapshot needs, ``StoredOptions`` as JSON."""
 
 ANNOTATION_ENDED = "torchx-monarch/ended"
-"""Annotation of the record: how this scheduler has begun to end the app, as JSON: ``state``, ``msg``, ``time``."""
+"""Annotation of the record: how this scheduler has begun to end the app, an ``Outcome`` as JSON."""
 
 SECRET_KEY = "credentials"
 """The key of an app's Secret."""
@@ -113,6 +113,14 @@ class KubernetesOpts(NetworkOpts):
 
     validate_spec: bool = True
     """Have the API server validate the request (server-side dry run) before it is submitted."""
+
+
+@dataclass(frozen=True)
+class StoredOptions:
+    """The run options that are stored with an app."""
+
+    grace: float
+    pull_timeout: float
 
 
 def check_options(cfg: KubernetesOpts) -> None:

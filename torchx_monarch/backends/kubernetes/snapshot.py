@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torchx_monarch.backends.core.snapshot import (
     STOP_CODES,
@@ -18,6 +17,7 @@ from torchx_monarch.backends.core.snapshot import (
     RoleSnapshot,
     seconds,
 )
+from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.kubernetes.request import (
     ANNOTATION_APP,
@@ -26,12 +26,14 @@ from torchx_monarch.backends.kubernetes.request import (
     LABEL_ROLE,
     TERMINATION_VARIABLE,
     Object,
+    StoredOptions,
 )
+from torchx_monarch.model import codec
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import describe_shell_code
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
-from torchx_monarch.system import error_files
+from torchx_monarch.system import error_files, safe_files
 from torchx_monarch.system.untrusted_text import one_line
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
@@ -44,6 +46,8 @@ _NOT_STARTED = ("CreateContainer", "ErrImage", "Image", "InvalidImage", "Registr
 (torchx#207)."""
 
 _MAX_LINE = 300
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,10 @@ def assemble(objects: AppObjects, now: float, refusals: Mapping[str, str] | None
         refusals: why Jobs cannot create pods, by their uids.
     """
     annotations = objects.record["metadata"]["annotations"]
-    options = json.loads(annotations[ANNOTATION_OPTIONS])
     app_id = f"{objects.namespace}:{objects.name}"
+    options = _annotation(annotations, ANNOTATION_OPTIONS, StoredOptions, app_id)
+    ended = ANNOTATION_ENDED in annotations
+    ending = _annotation(annotations, ANNOTATION_ENDED, Outcome, app_id) if ended else None
     submitted = SubmittedApp.unpack(annotations[ANNOTATION_APP], f"the annotation {ANNOTATION_APP} of {app_id}")
     jobs = {job["metadata"]["labels"].get(LABEL_ROLE): job for job in objects.jobs}
     pods = _by_replica(objects.pods)
@@ -115,13 +121,9 @@ def assemble(objects: AppObjects, now: float, refusals: Mapping[str, str] | None
         replicas = []
         for number in range(spec.replicas):
             attempts[spec.name, number] = its_attempts = pods.get((index, number), [])
-            stuck_before = now - float(options["pull_timeout"])
+            stuck_before = now - options.pull_timeout
             replicas.append(replica(spec, number, its_attempts, report, host_suffix, stuck_before))
         roles.append(RoleSnapshot(spec, replicas, report.finished, report.reason))
-    ending = None
-    if ANNOTATION_ENDED in annotations:
-        note = json.loads(annotations[ANNOTATION_ENDED])
-        ending = Outcome(State[note["state"]], note["msg"])  # without the time, so that the rest is stopped immediately
     return KubernetesSnapshot(
         app_id=app_id,
         name=submitted.app.name,
@@ -129,11 +131,18 @@ def assemble(objects: AppObjects, now: float, refusals: Mapping[str, str] | None
         app=submitted.app,
         created=seconds(objects.record["metadata"]["creationTimestamp"]),
         started=min((pod.started for pods in attempts.values() for pod in pods if pod.started), default=0.0),
-        grace=float(options["grace"]),
+        grace=options.grace,
         ending=ending,
         objects=objects,
         attempts=attempts,
     )
+
+
+def _annotation(annotations: Mapping[str, str], name: str, kind: type[T], app_id: str) -> T:
+    try:
+        return codec.decode(kind, safe_files.parse_json(annotations.get(name, "")))
+    except ValueError as error:
+        raise DamagedFileError(f"the annotation {name} of {app_id} is damaged: {error}") from None
 
 
 def replica(
@@ -217,7 +226,7 @@ def _by_replica(pods: Sequence[Object]) -> dict[tuple[int, int], list[Attempt]]:
     for pod in pods:
         labels, annotations = pod["metadata"]["labels"], pod["metadata"].get("annotations") or {}
         place = labels.get(LABEL_ROLE, ""), annotations.get(_INDEX, "")
-        if all(re.fullmatch(r"\d+", number) for number in place):  # any user of the namespace may set our labels
+        if all(re.fullmatch(r"\d{1,9}", number) for number in place):  # any user of the namespace may set our labels
             found[int(place[0]), int(place[1])].append(Attempt(pod))
     for attempts in found.values():
         attempts.sort(key=lambda attempt: (attempt.created, attempt.is_running))
