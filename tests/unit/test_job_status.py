@@ -143,19 +143,26 @@ def test_replicas_are_listed_and_many_that_are_alike_share_a_line() -> None:
     app = snapshot()
     roles = [RoleSnapshot(RoleSpec("train", 20), replicas), RoleSnapshot(RoleSpec("eval"), [replicas[0]])]
     roles[1] = replace(roles[1], replicas=[ReplicaSnapshot("eval", 0, State.PENDING)])
-    status = build(HANDLE, replace(app, roles=roles), reduce(app), now=NOW)
+    app = replace(app, roles=roles)
+    status = build(HANDLE, app, reduce(app), now=NOW)
     assert [text for title, text in facts(status, NOW) if title == "replicas"] == [
         "train/0-2,4,6-19 RUNNING",
         "train/3 FAILED with code 137 on n3",
         "train/5 RUNNING, 1 restart on n5",
         "eval/0 PENDING",
     ]
-    assert [text for title, text in facts(only_roles(status, ["eval"]), NOW) if title == "replicas"] == [
-        "eval/0 PENDING"
-    ]
-    assert only_roles(status, []) is status
-    with pytest.raises(UserError, match=r"has no role 'evil'; its roles are eval, train"):
-        only_roles(status, ["eval", "evil"])
+    job = jobs.JobFacts(app, status, build_timeline([], [], end=NOW))
+    assert [text for title, text in facts(only_roles(job, ["eval"]), NOW) if title == "replicas"] == ["eval/0 PENDING"]
+    assert only_roles(job, []) is status
+    with pytest.raises(UserError, match=r"has no role 'evil'; its roles are train, eval"):
+        only_roles(job, ["eval", "evil"])
+
+
+def test_a_role_that_an_ended_job_does_not_have() -> None:
+    scheduler = Mock()
+    scheduler.apps.read.return_value = (app := snapshot(State.SUCCEEDED, State.SUCCEEDED)), reduce(app)
+    with pytest.raises(UserError, match=r"has no role 'trian'; its roles are train"):
+        jobs.JobReader(scheduler, HANDLE, "train-x7", "trian", "", 1.0).read()
 
 
 def test_a_failure_and_a_restart() -> None:

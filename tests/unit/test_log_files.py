@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import math
 import os
@@ -275,15 +276,16 @@ def test_the_last_lines_of_a_rank_are_looked_for_until_there_are_enough(
     scheduler = SimpleNamespace(apps=SimpleNamespace(replica_log=replica_log))
     status = SimpleNamespace(state=State.SUCCEEDED)
     job = SimpleNamespace(scheduler=scheduler, read_app=lambda: (APP, status))
-    monkeypatch.setattr(logs, "opened_job", lambda _: contextlib.nullcontext(job))
-    names = ("role", "since", "timestamps", "follow", "json")
-    logs.run(argparse.Namespace(handle="s://x/a", rank=[range(1)], tail=2, **dict.fromkeys(names)))
+    monkeypatch.setattr(logs, "opened_job", lambda *_: contextlib.nullcontext(job))
+    names = ("since", "timestamps", "follow", "json")
+    arguments = functools.partial(argparse.Namespace, handle="s://x/a", role="")
+    logs.run(arguments(rank=[range(1)], tail=2, **dict.fromkeys(names)))
     assert capsys.readouterr().out == "[0] line 1\n[0] line 2\n"
-    logs.run(argparse.Namespace(handle="s://x/a", rank=[range(1, 2)], tail=1, **dict.fromkeys(names)))
+    logs.run(arguments(rank=[range(1, 2)], tail=1, **dict.fromkeys(names)))
     assert capsys.readouterr().out == "[1] line 39999\n"
     assert tails == [1002, 16_032, 256_512, 256_512, 1001, 1001]
     old = [TimedLines(1.0, f"[r0]:{text}\n") for text in "abc"]
     late = [TimedLines(9e9, "[r0]:d\n"), TimedLines(1.0, "[r0]:e\n")]  # after the command has begun
     scheduler.apps.replica_log, status.state = lambda *_, **__: iter([*old, *late]), State.RUNNING
-    logs.run(argparse.Namespace(handle="s://x/a", tail=2, **dict.fromkeys((*names, "rank")) | {"follow": True}))
+    logs.run(arguments(tail=2, **dict.fromkeys((*names, "rank")) | {"follow": True}))
     assert capsys.readouterr().out == "".join(f"[0] {text}\n" for text in "bcde")

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from torchx_monarch.backends.core.errors import BackendError
+from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.cli.arguments import unknown
@@ -85,10 +85,11 @@ class JobReader:
     _before: RankSamples = NO_SAMPLES
 
     def read_app(self) -> tuple[AppSnapshot, AppStatus]:
-        """Return the snapshot and the state of the app; raise CommandError if there is no such app."""
+        """Return the snapshot and the state of the app; raise CommandError or UserError without app or role."""
         found = self.scheduler.apps.read(self.app_id)
         if found is None:
             raise unknown(self.handle)
+        check_roles(self.handle, found[0], [self.role] if self.role else ())
         return found
 
     def read(self, sample_pause: float | None = None) -> JobFacts:
@@ -168,6 +169,13 @@ class JobReader:
                     runs = ask(target, {"type": "runs"}, PATIENCE)["runs"]
                     return LiveState(hosts=len(answer["hosts"]), last_runs=tuple(runs[-10:]), **facts)
         return None
+
+
+def check_roles(handle: str, app: AppSnapshot, names: Iterable[str]) -> None:
+    """Raise UserError, which lists the roles of an app, if it has no role of one of these names."""
+    known = [role.spec.name for role in app.roles]
+    if unknown_names := [name for name in names if name not in known]:
+        raise UserError(f"{handle} has no role {unknown_names[0]!r}; its roles are {', '.join(known)}")
 
 
 def _silent(facts: JobFacts, role: str) -> Moment | None:

@@ -51,7 +51,7 @@ K = TypeVar("K")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_handle(parser)
     parser.add_argument("--rank", type=rank_list, metavar="RANKS", help="only these global ranks: 0,3-5")
-    parser.add_argument("--role", help="only this role of the app")
+    parser.add_argument("--role", default="", help="only this role of the app")
     parser.add_argument("--since", type=since, metavar="WHEN", help="only lines since then: 90s, 10m, 2h, or a time")
     parser.add_argument("-n", "--tail", type=_count, metavar="LINES", help="only the last lines of all that remain")
     parser.add_argument("--timestamps", action="store_true", help="begin each line with its time")
@@ -68,9 +68,9 @@ def run(args: argparse.Namespace) -> None:
     """Print the lines; Ctrl-C ends this command, and not the job."""
     began = time.time()
     raise_file_limit()  # each replica's log stays open, and its index
-    with opened_job(args.handle) as job:
+    with opened_job(args.handle, args.role) as job:
         app, status = job.read_app()
-        roles = _roles(app, args)
+        roles = [role.spec.name for role in app.roles if args.role in ("", role.spec.name)]
         if args.rank is not None:
             _check_ranks(app, roles, args)
 
@@ -102,13 +102,6 @@ def run(args: argparse.Namespace) -> None:
     if args.rank is not None and not printer.has_chosen:
         hint = ". Lines name their rank with torchrun's --tee 3, which monarch.spmd sets"
         say(f"no line of this log is of these ranks{'' if printer.has_named_ranks else hint}")
-
-
-def _roles(app: AppSnapshot, args: argparse.Namespace) -> list[str]:
-    roles = [role.spec.name for role in app.roles]
-    if args.role is not None and args.role not in roles:
-        raise UserError(f"{args.handle} has no role {args.role!r}; its roles are {', '.join(roles)}")
-    return [role for role in roles if args.role in (None, role)]
 
 
 def _check_ranks(app: AppSnapshot, roles: Sequence[str], args: argparse.Namespace) -> None:

@@ -12,9 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli.arguments import add_address, add_handle
-from torchx_monarch.cli.jobs import PATIENCE, SAMPLE_PAUSE_S, opened_job
+from torchx_monarch.cli.jobs import PATIENCE, SAMPLE_PAUSE_S, JobFacts, check_roles, opened_job
 from torchx_monarch.cli.output import Screen, print_json, print_record
 from torchx_monarch.insight.account import Account
 from torchx_monarch.insight.rank_sample import RankView
@@ -44,17 +43,16 @@ def run(args: argparse.Namespace) -> None:
     names = [name.strip() for name in args.roles.split(",") if name.strip()]
     with opened_job(args.handle, address=args.address, timeout=PATIENCE) as job:
         if args.watch:
-            watch((only_roles(facts.status, names) for facts in job.watch(_INTERVAL_S, SAMPLE_PAUSE_S)), args.json)
+            watch((only_roles(facts, names) for facts in job.watch(_INTERVAL_S, SAMPLE_PAUSE_S)), args.json)
             return
-        status = only_roles(job.read(SAMPLE_PAUSE_S).status, names)
+        status = only_roles(job.read(SAMPLE_PAUSE_S), names)
     print_json(status.to_json()) if args.json else print(render(status))
 
 
-def only_roles(status: JobStatus, names: Sequence[str]) -> JobStatus:
-    """Return a status with the roles and replicas of these names alone; with all of them for no name."""
-    known = {replica.role for replica in status.replicas or ()}
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(f"{status.handle} has no role {unknown[0]!r}; its roles are {', '.join(sorted(known))}")
+def only_roles(job: JobFacts, names: Sequence[str]) -> JobStatus:
+    """Return the status with the roles and replicas of these names alone; with all of them for no name."""
+    status = job.status
+    check_roles(status.handle, job.app, names)
     if not names:
         return status
     return replace(
