@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import csv
 import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchx_monarch.cli import metrics as command
 from torchx_monarch.insight import metrics
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.metrics import NAME, MetricsFile, Point, read_points, sparkline
@@ -82,6 +87,21 @@ def test_a_hostile_file(tmp_path: Path) -> None:
     assert read_points(str(tmp_path)) == []
     MetricsFile(str(tmp_path)).add(1, 2.0, {})  # refuses to write through the link
     assert (tmp_path / NAME).is_symlink()
+
+
+def test_a_metric_with_the_name_of_another_column(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"time": (1.0, 2.0, 3.0), "loss": (4.0, 5.0, 6.0), "loss_min": (7.0, 8.0, 9.0)}
+    attempt = job_metrics.AttemptMetrics("r", 0, 1, 0, [Point(5, 100.0, 1, values)])
+    job = Mock(**{"read.return_value": Mock(metrics=[attempt])})
+    monkeypatch.setattr(command, "opened_job", lambda _: contextlib.nullcontext(job))
+    command.run(argparse.Namespace(handle="s://x/a", names=[], activity=False, rank=None, json=False))
+    (row,) = csv.DictReader(capsys.readouterr().out.splitlines())
+    fixed = {"role": "r", "run": "", "attempt": "1", "rank": "0", "step": "5", "time": "100.000"}
+    own = {"metric_time": "3.0", "time_min": "1.0", "time_max": "2.0", "loss": "6.0", "loss_min": "4.0"}
+    more = {"loss_max": "5.0", "metric_loss_min": "9.0", "loss_min_min": "7.0", "loss_min_max": "8.0"}
+    assert row == {**fixed, **own, **more}
 
 
 def test_sparkline() -> None:

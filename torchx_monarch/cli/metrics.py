@@ -49,8 +49,12 @@ def run(args: argparse.Namespace) -> None:
         return
     rows = csv.writer(sys.stdout, lineterminator="\n")
     parts = ("", "_min", "_max", "_outlier") if args.activity else ("", "_min", "_max")
-    titles = [f"{name}{part}" for name in names for part in parts]
-    rows.writerow(["role", "run", "attempt", "rank", "step", "time", *titles])
+    titles = ["role", "run", "attempt", "rank", "step", "time"]
+    for title in (f"{name}{part}" for name in names for part in parts):
+        while title in titles:
+            title = f"metric_{title}"
+        titles.append(title)
+    rows.writerow(titles)
     for attempt in found:
         for point in attempt.points:
             cells: list[object] = [attempt.role, attempt.run or "", attempt.attempt, attempt.rank, point.step]
