@@ -65,6 +65,7 @@ def test_the_host_reads_the_last_report(rank: Path) -> None:
         ({"step": 1, "total": "many"}, TypeError),
         ({"step": 1, "checkpoint": -1}, ValueError),
         ({"step": 1, "loss": None}, TypeError),
+        ({"step": 1, "loss": "low"}, TypeError),
         ({"step": 1, "digest": 7}, TypeError),
         ({"step": 1, "digest": "x" * 129}, ValueError),
         ({"step": 1, "x" * 65: 1}, ValueError),
@@ -72,7 +73,8 @@ def test_the_host_reads_the_last_report(rank: Path) -> None:
     ],
 )
 def test_a_wrong_argument_is_an_error_everywhere(arguments: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
+    said = "metric loss is .*, and no number" if "loss" in arguments else "."
+    with pytest.raises(error, match=said):
         torchx_monarch.progress(**arguments)
 
 

@@ -53,10 +53,9 @@ def progress(
         metrics: up to 16 numbers by name, such as the loss. One that is not finite is left out.
 
     Raises:
-        TypeError: a step is no integer, or the digest is no text.
+        TypeError: a step is no integer, the digest is no text, or a metric is no number.
         ValueError: a step is negative or 2**53 or more, the digest is too long, or there are too many metrics, or one
-            with a name longer than 64 characters. What else ``float`` raises of a metric that is no number is raised,
-            too.
+            with a name longer than 64 characters.
     """
     if len(metrics) > MAX_METRICS or any(len(name) > MAX_NAME for name in metrics):
         raise ValueError(f"give at most {MAX_METRICS} metrics, with names of at most {MAX_NAME} characters")
@@ -64,7 +63,7 @@ def progress(
         raise TypeError(f"digest is {type(digest).__name__}: give a str")
     if len(digest) > MAX_DIGEST:
         raise ValueError(f"digest has {len(digest)} characters: give at most {MAX_DIGEST}")
-    numbers = {name: number for name, value in metrics.items() if math.isfinite(number := float(value))}
+    numbers = {name: number for name, value in metrics.items() if math.isfinite(number := _number(name, value))}
     _report(
         _step("step", step),
         None if total is None else _step("total", total),
@@ -78,6 +77,13 @@ def set_checkpoint(step: int) -> None:
     """Have the next report name the step of the last checkpoint."""
     global _checkpoint
     _checkpoint = step, time.time()
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except Exception as error:  # a tensor raises others than ``float``
+        raise TypeError(f"metric {name} is {type(value).__name__}, and no number: {error}") from None
 
 
 def _step(name: str, value: Any) -> int:
