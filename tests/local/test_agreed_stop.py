@@ -278,7 +278,7 @@ def test_cancel_save_without_steps(apps: Detached, script: Callable[[str], str])
     until(lambda: "\n".join(apps.log(app_id)).count("running") == 2, "the ranks")
     words = [sys.executable, "-m", "torchx.cli.main", "cancel", "--save", apps.handle(app_id)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=WITHIN, check=False)
-    said = "cancelled; the job was stopped by its client; its program uses no torchx_monarch.steps"
+    said = "cancelled; the job was stopped by its client; not saved: its program uses no torchx_monarch.steps"
     assert done.stderr == f"{apps.handle(app_id)} is {said}\n" and done.returncode == 0
     assert apps.wait(app_id).state is AppState.CANCELLED
 

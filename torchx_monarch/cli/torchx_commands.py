@@ -115,7 +115,7 @@ class CmdCancel(TorchXCmdCancel, _NamedJob):  # type: ignore[misc]
     brief = True
     option = (
         "--save",
-        "before, let ranks that use torchx_monarch.steps end at one step and save (jobs of torchx-monarch)",
+        "first let ranks that use torchx_monarch.steps end at one step and save (jobs of torchx-monarch)",
     )
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:

@@ -237,7 +237,7 @@ class RankRun:
         stop, failed = AgreedStop(self._hosts, seconds), None
         if not await stop.is_used():
             is_asked_for = isinstance(event, StopRequested)
-            return _explained(event, "its program uses no torchx_monarch.steps") if is_asked_for else event
+            return _explained(event, "not saved: its program uses no torchx_monarch.steps") if is_asked_for else event
         self._reporter.line(f"{event.result.reason}: the ranks end at one step, within {seconds:g} s")
         agreeing = asyncio.ensure_future(stop.run())
         agreeing.add_done_callback(lambda done: done.cancelled() or done.exception())
