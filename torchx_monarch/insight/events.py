@@ -43,7 +43,7 @@ _MAX_DETAILS = 1 << 23
 
 
 def append(
-    path: str | os.PathLike[str], kind: str, message: str, *, seconds: float | None = None, **fields: object
+    path: str | os.PathLike[str], kind: str, message: str, /, *, seconds: float | None = None, **fields: object
 ) -> bool:
     """Append one event; return whether the whole of it was written, and never raise ``OSError``.
 
@@ -97,7 +97,7 @@ def read(
     return found, offset
 
 
-def append_details(path: str | os.PathLike[str], number: int, kind: str, **fields: object) -> None:
+def append_details(path: str | os.PathLike[str], number: int, kind: str, /, **fields: object) -> None:
     """Append what an event of a kind, whose field ``details`` has this number, says of each host or rank."""
     details = _details(path, number)
     with contextlib.suppress(OSError):
