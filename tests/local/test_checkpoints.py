@@ -178,6 +178,7 @@ def test_a_damaged_checkpoint_is_not_used_and_the_last_is_saved_at_the_end(folde
     training.hosts.stop()
     found = {path.name for path in persist.iterdir()}
     assert found > {"step_7", "step_99"} and len(found) == 3, training.hosts.err()  # and the first
+    assert 7 in [event["step"] for event in training.hosts.events() if event["kind"] == "checkpoint"]
     # Another job goes on from there, as after a requeue.
     for path in training.said.iterdir():
         path.unlink()
@@ -202,7 +203,9 @@ def test_a_checkpoint_that_cannot_be_copied_to_disk_leaves_nothing_there(
     """)
     persist = folder / "persist"
     hosts = Hosts(folder, torchrun(path, str(persist), nnodes=2), 2, options=NO_PRELOAD).start()
-    assert hosts.wait() == [0, 0] and "the checkpoint of step 1 is not in" in hosts.err()
+    assert hosts.wait() == [0, 0]
+    failed = [event for event in hosts.events() if event["kind"] == "persist_failed"][-1]
+    assert f"the checkpoint of step 1 is not in {persist}" in failed["message"] in hosts.err()
     assert not any(persist.iterdir())
 
 

@@ -229,6 +229,17 @@ def test_spare_and_excluded_hosts() -> None:
     assert "  spares       n3, n4\n" in shown and "\n  excluded     n2 is excluded after 3" in shown
 
 
+def test_a_checkpoint_that_was_not_copied_is_shown_until_one_is() -> None:
+    text = "the checkpoint of step 8 is not in /data: No space left on device"
+    happened = [*STARTED, event("persist_failed", text, 990.0, role="train")]
+    found = status_of(snapshot(), happened)
+    assert f"  persist      10.0 s ago: {text}\n" in render(found, NOW)
+    assert found.persist_failure is not None and found.to_json()["persist_failure"]["message"] == text
+    ended = status_of(snapshot(State.SUCCEEDED, State.SUCCEEDED), happened)
+    assert ended.cause.endswith(text) and render(ended, NOW).count(text) == 1
+    assert status_of(snapshot(), [*happened, event("checkpoint", time=995.0, role="train")]).persist_failure is None
+
+
 def test_an_ended_job() -> None:
     done = snapshot(State.SUCCEEDED, State.SUCCEEDED, started=910.0)
     ended = [replace(replica, ended=980.0) for replica in done.replicas]

@@ -142,7 +142,10 @@ def facts(status: JobStatus, now: float | None = None, *, on_page: bool = False)
     now = time.time() if now is None else now
     since = None if on_page or status.has_ended else now
     activity, message = status.activity or (), status.cause or status.message
-    failure = status.last_failure if status.last_failure and status.last_failure.message not in message else None
+    failure, not_copied = (
+        moment if moment is not None and moment.message not in message else None
+        for moment in (status.last_failure, status.persist_failure)
+    )
     live = [] if status.live is None else [*_live(status.live, now)]
     command = "command of {}: " if len(status.roles) > 1 else "command"
     found = [
@@ -158,6 +161,7 @@ def facts(status: JobStatus, now: float | None = None, *, on_page: bool = False)
     found += [("hosts", shape_of(status, " (world size {})")), ("spares", one_line(", ".join(status.spares)))]
     if status.checkpoint_bytes is not None:
         found.append(("checkpoints", f"{status.checkpoint_bytes / (1 << 30):.2f} GiB of the memory of each host"))
+    found += [("persist", _with_time(not_copied, since))]
     found += [("excluded", exclusion.message) for exclusion in status.excluded]
     found += [("last failure", _with_time(failure, since)), ("hang", _with_time(status.hang, since))]
     found += [("slow", status.slow.message.removeprefix("slow "))] if status.slow is not None else []

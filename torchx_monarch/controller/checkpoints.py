@@ -153,16 +153,28 @@ class Checkpoints:
         if self._persisting is not None:
             await asyncio.wait([self._persisting[1]], timeout=_LAST_TIMEOUT)
         for checkpoint in self._whole()[:1]:
-            persisting = asyncio.wait_for(self._persist(checkpoint), _LAST_TIMEOUT)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await self._reporter.while_waiting(persisting, lambda: "the last checkpoint to be copied")
+            persisting = self._persist(checkpoint, _LAST_TIMEOUT)
+            await self._reporter.while_waiting(persisting, lambda: "the last checkpoint to be copied")
 
-    async def _persist(self, checkpoint: _Checkpoint) -> None:
-        step, attempt = checkpoint.key
-        folder = checkpoint.first.persist
+    async def _persist(self, checkpoint: _Checkpoint, timeout: float | None = None) -> None:
+        step, folder = checkpoint.first.step, checkpoint.first.persist
         if not folder or step == self._persisted:
             return
         self._last_persist = time.monotonic()
+        try:
+            why = await asyncio.wait_for(self._copy(checkpoint, folder), timeout)
+        except asyncio.TimeoutError:
+            why = f"the hosts have not copied it within {timeout:g} s"
+        if why:
+            text = f"the checkpoint of step {step} is not in {folder}: {why}"
+            self._reporter.report("persist_failed", text, step=step, path=folder)
+        else:
+            self._persisted = step
+            self._reporter.report("checkpoint", f"the checkpoint of step {step} is in {folder}", step=step, path=folder)
+
+    async def _copy(self, checkpoint: _Checkpoint, folder: str) -> str:
+        """Copy a checkpoint to a folder; return why it is not there, or empty."""
+        step, attempt = checkpoint.key
         by_holder: dict[int, list[int]] = {}
         for replica, held in checkpoint.parts.items():
             by_holder.setdefault(held.holders[0].host.replica, []).append(replica)
@@ -179,10 +191,7 @@ class Checkpoints:
         if why:
             with contextlib.suppress(HostError):
                 await self._hosts.ask_host(PersistCheckpoint(step, attempt, (), folder), next(iter(by_holder)))
-            self._reporter.line(f"the checkpoint of step {step} is not in {folder}: {why}")
-        else:
-            self._persisted = step
-            self._reporter.report("checkpoint", f"the checkpoint of step {step} is in {folder}", step=step, path=folder)
+        return why
 
     # -- restarts ------------------------------------------------------------------------------------------------------
 

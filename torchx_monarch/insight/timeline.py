@@ -69,7 +69,7 @@ _RESTARTS = ("rank_restart", "restart", "requeue", "replacement")
 
 _MOMENTS = frozenset(
     ("output", "failure", "preempted", "joined", "cancel", "stop", "hang", "result", "ended", "spare_used", "excluded")
-    + ("quiet", "slow", "slow_end", "resize", "replica_spared", "breakpoint", *_RESTARTS)
+    + ("persist_failed", "quiet", "slow", "slow_end", "resize", "replica_spared", "breakpoint", *_RESTARTS)
 )
 """The kinds of events that are shown as moments."""
 
@@ -159,6 +159,7 @@ class RoleView:
         ranks: the number of ranks that were started last.
         spares: the names of the spare hosts that are ready.
         checkpoint_bytes: the memory that checkpoints take of a host, of that where they take most.
+        persist_failure: that the last checkpoint was not copied to where its ranks have said, and why.
         failure: the last failure of ranks, or before a restart.
         hang: the hang that the ranks are in, or were in when they were stopped.
         slow: what slows the ranks.
@@ -175,6 +176,7 @@ class RoleView:
     ranks: int | None = None
     spares: Sequence[str] = ()
     checkpoint_bytes: int | None = None
+    persist_failure: Moment | None = None
     failure: Moment | None = None
     hang: Moment | None = None
     slow: Slowness | None = None
@@ -467,6 +469,8 @@ class _RoleReader:
         elif kind == "checkpoint_memory":
             size = event.get("bytes")
             view.checkpoint_bytes = size if isinstance(size, int) else None
+        elif kind in ("persist_failed", "checkpoint", "run"):
+            view.persist_failure = _cause(event) if kind == "persist_failed" else None
         elif kind == "breakpoint":
             view.breakpoints[event.get("rank")] = _cause(event)
         elif kind == "breakpoint_end":

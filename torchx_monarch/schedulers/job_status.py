@@ -112,6 +112,7 @@ class JobStatus:
     hosts: int | None = None
     spares: Sequence[str] = ()
     checkpoint_bytes: int | None = None
+    persist_failure: Moment | None = None
     excluded: Sequence[Moment] = ()
     ranks: int | None = None
     last_failure: Moment | None = None
@@ -225,6 +226,7 @@ def build(
         checkpoint_bytes=max(
             (role.checkpoint_bytes for role in timeline.roles if role.checkpoint_bytes and ended is None), default=None
         ),
+        persist_failure=next((role.persist_failure for role in timeline.roles if role.persist_failure), None),
         excluded=[moment for moment in timeline.moments if moment.kind == "excluded"],
         ranks=_ranks(app, timeline, commands),
         last_failure=max((role.failure for role in timeline.roles if role.failure), key=lambda m: m.time, default=None),
@@ -257,6 +259,7 @@ def _cause(app: AppSnapshot, status: AppStatus, timeline: Timeline, result: Host
         parts = [result.reason, *app.notes]
     elif status.state is State.CANCELLED and timeline.hang is not None:
         parts.append(f"hang: {timeline.hang.message}")
+    parts += [role.persist_failure.message for role in timeline.roles if role.persist_failure is not None]
     return one_line("; ".join(filter(None, parts)))
 
 
