@@ -125,6 +125,25 @@ def test_losses_and_errors_of_spare_hosts_are_no_events(address: Address) -> Non
     asyncio.run(main())
 
 
+def test_a_client_that_leaves_as_the_ranks_end_does_not_fail_the_job(address: Address) -> None:
+    """Whatever the replica has done of the end of its connection by then."""
+
+    async def main(steps: int) -> None:
+        first = Rendezvous(HostNetwork(address, HostSpec()))
+        await first.start()
+        _, client = await HostNetwork(address).greet(address, {"type": "stop", "save": True})
+        await until_async(lambda: first.events.pending, "the request")
+        client.close()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(first.await_cancel(JobResult(0, "all ranks ended with code 0")), WITHIN)
+        first.register(host(0))
+        await first.announce(JobResult(0, ""), 5)
+
+    for steps in range(12):
+        asyncio.run(main(steps))
+
+
 def test_time_in_which_this_process_has_not_run_counts_for_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = [0.0]
     monkeypatch.setattr(lease, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(stopped)))

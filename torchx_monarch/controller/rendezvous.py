@@ -91,8 +91,9 @@ class Rendezvous:
         self._channels: dict[str, Channel] = {}  # by their tokens
         self._leases = Leases(network.options.lease, lambda: [*self._channels.values()])
         self._puts_off = False
-        self._cancelling: list[asyncio.Future[JobResult]] = []
-        """The clients that cancel the job once its ranks have saved."""
+        self._cancelling = 0
+        """The number of clients that cancel the job once its ranks have saved."""
+        self._saved: JobResult | None = None
         self._result: JobResult | None = None
 
     async def start(self) -> None:
@@ -215,17 +216,16 @@ class Rendezvous:
         if not saves:
             await peer.send(self.state())
             return
-        ended = asyncio.get_running_loop().create_future()
-
-        async def answer() -> None:
-            result = await ended
-            await peer.send({**self.state(), "reason": result.reason, "stopped": result.stopped})
-
-        self._cancelling.append(ended)
+        self._cancelling += 1
         try:
-            await peer.while_connected(answer())
+            await peer.while_connected(self._send_end(peer))
         finally:
-            self._cancelling.remove(ended)
+            self._cancelling -= 1
+
+    async def _send_end(self, peer: Peer) -> None:
+        await self.members.until(lambda: self._saved is not None)
+        assert (result := self._saved) is not None
+        await peer.send({**self.state(), "reason": result.reason, "stopped": result.stopped})
 
     async def await_cancel(self, result: JobResult) -> None:
         """Tell clients that wait for it how the job has ended, and wait until they have cancelled it.
@@ -233,10 +233,10 @@ class Rendezvous:
         Its backend would take the exit code of hosts that end before for a failure. Another client may have cancelled
         it before the ranks had ended.
         """
+        self._saved = result
+        self.members.notify()
         if self._cancelling:
             self.events.take(lambda event: event.result is _STOPPED)
-            for ended in self._cancelling:
-                ended.set_result(result)
             cancelling = asyncio.sleep(_CANCELLED_WITHIN if result.stopped else 0.0)
             await self.events.until_event(cancelling, lambda event: event.replica == 0)
 
