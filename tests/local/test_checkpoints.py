@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import re
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -186,6 +187,15 @@ def test_a_damaged_checkpoint_is_not_used_and_the_last_is_saved_at_the_end(folde
     assert begins(again.finish()) == [8]
     assert {path.name for path in persist.iterdir()} <= {f"step_{step}" for step in (7, 8, 9, 99)}
     assert (persist / "step_9").exists() and not any((persist / "step_99").iterdir())
+
+
+def test_ranks_begin_without_checkpoints_whose_memory_was_removed(folder: Path) -> None:
+    """As logind does at the last logout of a user (``RemoveIPC``)."""
+    training = Training(folder, "--kill", "0:wait:5:left", hosts=1)
+    for memory in {*training.memories()}:
+        shutil.rmtree(memory)
+    training.kill(0)
+    assert begins(training.finish()) == [0, 0], training.hosts.err()
 
 
 def test_all_hosts_have_what_rank_0_alone_has_saved(folder: Path) -> None:

@@ -10,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.unit.test_sync_store import write
 from torchx_monarch import checkpoint, last_checkpoint
+from torchx_monarch.host.checkpoints import HostCheckpoints
 from torchx_monarch.model.codec import decode
 from torchx_monarch.system import cgroups, run_dirs, safe_files
 from torchx_monarch.training import saved
@@ -180,3 +182,20 @@ def test_the_memory_of_a_killed_process_is_freed_by_the_next(tmp_path: Path) -> 
         process.kill()
     run_dirs.remove_left_memory()
     assert not os.path.exists(left)
+
+
+def test_a_host_ignores_what_a_rank_gives_up_as_the_host_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host would look for no checkpoint any more."""
+    os.symlink(tmp_path / "disk" / "writing_1", tmp_path / "writing_1")
+    (tmp_path / "writing_2").mkdir()
+    is_link, read_link = os.path.islink, os.readlink
+
+    def give_up(path: str) -> str:
+        if is_link(path):
+            os.unlink(path)
+        return path
+
+    monkeypatch.setattr(os.path, "islink", lambda path: is_link(path) and bool(give_up(path)))
+    monkeypatch.setattr(os, "readlink", lambda path: read_link(give_up(path)))
+    checkpoints: Any = SimpleNamespace(folder=tmp_path, _disk=str(tmp_path / "disk"))
+    assert (str(tmp_path / "writing_2"), 2) in HostCheckpoints._writing(checkpoints)

@@ -156,9 +156,9 @@ class HostCheckpoints:
             path, step = os.path.join(self.folder, name), name[len(WRITING) :]
             if not (name.startswith(WRITING) and step.isdecimal() and len(step) < 17):
                 continue
-            if os.path.islink(path):
-                if os.readlink(path) != os.path.join(self._disk, name):
-                    os.unlink(path)
+            if there := _target(path):
+                if there != os.path.join(self._disk, name):
+                    run_dirs.remove_tree(path)
                     continue
                 self._say(f"the memory has no room for its checkpoints, which go to {self._disk}")
             found.append((path, int(step)))
@@ -212,7 +212,7 @@ class HostCheckpoints:
 
     def _remove(self, path: str) -> None:
         """Remove a folder of a checkpoint, or the link to it and the folder on the disk."""
-        if os.path.islink(path) and os.path.dirname(there := os.readlink(path)) == self._disk:
+        if os.path.dirname(there := _target(path)) == self._disk:
             run_dirs.remove_tree(there)
         run_dirs.remove_tree(path)
 
@@ -336,6 +336,13 @@ class HostCheckpoints:
         except (OSError, ValueError, PartError, saved.NotWholeError) as error:
             return str(error)
         return ""
+
+
+def _target(path: str) -> str:
+    """Return where a link leads; empty if it is none, or a rank has just renamed it."""
+    with contextlib.suppress(OSError):
+        return os.readlink(path)
+    return ""
 
 
 def _done(files: tuple[PartFile, ...]) -> asyncio.Future[tuple[PartFile, ...]]:

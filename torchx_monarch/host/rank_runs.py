@@ -289,12 +289,16 @@ class RankRuns(Workload):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     async def _held_checkpoints(self) -> HostCheckpoints:
-        """Return the checkpoints of the present run."""
+        """Return the checkpoints of the present run; new ones if something has removed their memory."""
         from torchx_monarch.host.checkpoints import HostCheckpoints
 
-        if self._checkpoints is None:
-            self._checkpoints = await HostCheckpoints.create(self._host)
-        return self._checkpoints
+        async with self._changing:
+            held = self._checkpoints
+            if held is not None and not await asyncio.to_thread(os.path.exists, held.folder):
+                self._host.reporter.line(f"{self._host.name}: something has removed its checkpoints in {held.folder}")
+                await asyncio.to_thread(self._close_checkpoints())
+            self._checkpoints = self._checkpoints or await HostCheckpoints.create(self._host)
+            return self._checkpoints
 
     def _close_checkpoints(self) -> Callable[[], None]:
         """End those of the present run; return what frees their memory."""
@@ -326,7 +330,7 @@ class RankRuns(Workload):
                 opened = await pool.serve_store(network.bind, network.advertised, request.hosts)
                 return host_messages.StoreOpened(*opened)
             case host_messages.ListCheckpoints():
-                return await self._checkpoints.find() if self._checkpoints else host_messages.CheckpointParts((), "")
+                return await (await self._held_checkpoints()).find()
             case host_messages.KeepCheckpoints():
                 return await (await self._held_checkpoints()).keep(request)
             case host_messages.RestoreCheckpoint():
