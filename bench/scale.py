@@ -34,15 +34,9 @@ from torchx_monarch.client.rank_queries import read_stacks
 from torchx_monarch.components import spmd
 from torchx_monarch.controller.host_messages import ReadCollectives, Request, SampleRanks, TakeStacks
 from torchx_monarch.insight import hangs, rank_sample, stacks, timeline
+from torchx_monarch.insight.group_calls import Collective, GroupStatus, group_calls
 from torchx_monarch.insight.hangs import HostCollectives, RankCollectives
-from torchx_monarch.insight.rank_sample import (
-    Collective,
-    GroupStatus,
-    RankSample,
-    RankSamples,
-    group_calls,
-    read_samples,
-)
+from torchx_monarch.insight.rank_sample import RankSample, RankSamples, read_samples
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack, shared_stacks
 from torchx_monarch.model.codec import decode
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
@@ -87,16 +81,21 @@ class Job:
         return shared_stacks(map(self._stacks, ranks))
 
     def _groups(self, rank: int, now: float) -> tuple[GroupStatus, ...]:
-        called = tuple(
-            Collective(number, "nccl:all_reduce", ((1024,),), now - 20 + number + rank % 97 / 1e4)
-            for number in range(16)
-        )
+        times = tuple(now - 20 + number + rank % 97 / 1e4 for number in range(16))
+        called = tuple(Collective(number, "nccl:all_reduce", ((1024,),), at) for number, at in enumerate(times))
         waits = rank != self.ranks - 1
         first = rank - rank % self.per_host
+
+        def group(name: str, members: str, enqueued: int, waiting: Collective | None = None) -> GroupStatus:
+            done = enqueued - 1 if waiting else enqueued
+            return GroupStatus(
+                name, members, enqueued, done, waiting, called[: enqueued + 1], calls=times[: enqueued + 1]
+            )
+
         return (
-            GroupStatus("0", f"0-{self.ranks - 1}", 15 if waits else 14, 14, called[-1] if waits else None, called),
-            GroupStatus("1", f"{first}-{first + self.per_host - 1}", 7, 7, None, called[:8]),
-            GroupStatus("2", f"{rank % self.per_host}-{self.ranks - 1}:{self.per_host}", 9, 9, None, called[:9]),
+            group("0", f"0-{self.ranks - 1}", 15 if waits else 14, called[-1] if waits else None),
+            group("1", f"{first}-{first + self.per_host - 1}", 7),
+            group("2", f"{rank % self.per_host}-{self.ranks - 1}:{self.per_host}", 9),
         )
 
     def _samples(self, ranks: range, now: float) -> str:

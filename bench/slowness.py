@@ -3,9 +3,9 @@
 
 Each job trains on the digits of scikit-learn (PROGRAMS), on two hosts of this machine with two ranks each. At a random
 moment one rank is slowed in a random way (KINDS) by a random factor, until the job has given its verdict, or for half a
-minute. Printed are a line for each job, and of all jobs: verdicts with the right rank and kind, the seconds from the
-onset to the verdict, and false alarms, which are verdicts on clean jobs and those before the onset. ``--cost N``
-compares the steps per second of N clean jobs with those of N jobs whose watch is off, by turns.
+minute. Printed are a line for each job, with the load of the machine, and of all jobs: verdicts with the right rank and
+kind, the seconds from the onset to the verdict, and false alarms, which are verdicts on clean jobs and those before the
+onset. ``--cost N`` compares the steps per second of N clean jobs with those of N jobs whose watch is off, by turns.
 
 Kinds with a cgroup need root and version 1 of cgroups; programs of Hugging Face and Lightning need these packages.
 Without them they are left out. On a machine that others use a clean job can be slowed by them: the kind of a false
@@ -370,9 +370,16 @@ def trial(choice: random.Random, injects: bool, programs: list[str], kinds: list
             job.end()
             found = [event for event in job.events() if event["kind"] == "slow"]
     told = {"program": program, "kind": kind if injects else "", "rank": rank, "factor": round(factor, 2)}
+    told |= {"load": round(os.getloadavg()[0], 1), "step": round(step, 3)}
     for event in found[:1]:
         told.update(after=round(event["time"] - at, 1), found=event["slowness"], message=event["message"])
     return told
+
+
+def by_turns(injected: int, clean: int) -> list[bool]:
+    """Return for each job whether it is slowed: both sorts come by turns, as the load of the machine changes."""
+    places = [(at / count, injects) for injects, count in ((True, injected), (False, clean)) for at in range(count)]
+    return [injects for _, injects in sorted(places)]
 
 
 def is_right(told: dict[str, Any], *, kind: bool = True) -> bool:
@@ -414,27 +421,22 @@ def main() -> None:
     can = {kind: os.access(cgroup / "cgroup.procs", os.W_OK) for kind, cgroup in CGROUPS.items()}
     kinds = args.kind or [kind for kind in KINDS if can.get(kind, True)]
     programs = args.program or [name for name, module in PROGRAMS.items() if importlib.util.find_spec(module)]
-    choice, injected, clean = random.Random(args.seed), list[dict[str, Any]](), list[dict[str, Any]]()
-    for trials, count, injects in ((injected, args.injected, True), (clean, args.clean, False)):
-        for _ in range(count):
-            trials.append(told := trial(random.Random(choice.random()), injects, programs, kinds, args.clean_seconds))
-            said = told.get("message", "no verdict")
-            print(
-                f"{told['program']:9} {told['kind']:9} rank {told['rank']} +{told['factor']:.0%}: "
-                f"{told.get('after')} {said}",
-                flush=True,
-            )
+    choice, told = random.Random(args.seed), list[dict[str, Any]]()
+    for injects in by_turns(args.injected, args.clean):
+        told.append(trial(random.Random(choice.random()), injects, programs, kinds, args.clean_seconds))
+        print(json.dumps(told[-1]), flush=True)
+    injected = [job for job in told if job["kind"]]
     if injected:
-        within = [told for told in injected if is_right(told) and told["after"] <= 15]
-        ranks = [told for told in injected if is_right(told, kind=False)]
+        within = [job for job in injected if is_right(job) and job["after"] <= 15]
+        ranks = [job for job in injected if is_right(job, kind=False)]
         print(
             f"injected {len(injected)}: right rank {len(ranks)}, rank and kind {sum(map(is_right, injected))}, "
-            f"of these within 15 s {len(within)}; before the onset {sum(told.get('after', 0) < 0 for told in injected)}"
+            f"of these within 15 s {len(within)}; before the onset {sum(job.get('after', 0) < 0 for job in injected)}"
         )
         if ranks:
-            print(f"seconds to the verdict: {spread([told['after'] for told in ranks], 1)}")
-    if clean:
-        print(f"clean {len(clean)}: false alarms {sum('found' in told for told in clean)}")
+            print(f"seconds to the verdict: {spread([job['after'] for job in ranks], 1)}")
+    if clean := [job for job in told if not job["kind"]]:
+        print(f"clean {len(clean)}: false alarms {sum('found' in job for job in clean)}")
     if args.cost:
         cost(args.cost)
 

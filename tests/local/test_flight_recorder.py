@@ -21,7 +21,7 @@ from tests.waits import WITHIN
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders, collect, status
 from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.host.ranks.rank_recorder import FAILURE, GROUPS, HEAD, MAX_RECENT
-from torchx_monarch.insight.rank_sample import Collective, GroupStatus
+from torchx_monarch.insight.group_calls import Collective, GroupStatus
 from torchx_monarch.system import children
 from torchx_monarch.system.console import WriterThread
 

@@ -20,8 +20,9 @@ from torchx_monarch.controller.activity_record import ActivityRecord, point_of
 from torchx_monarch.controller.host_messages import SampleRanks
 from torchx_monarch.controller.hosts import Answers, JobHosts
 from torchx_monarch.insight import metrics
+from torchx_monarch.insight.group_calls import GroupStatus, group_calls
 from torchx_monarch.insight.metrics import ACTIVITY, MAX_ROWS, MetricsFile, Point, read_points
-from torchx_monarch.insight.rank_sample import Collective, GroupStatus, RankSample, RankSamples, RankView, group_calls
+from torchx_monarch.insight.rank_sample import RankSample, RankSamples, RankView
 from torchx_monarch.insight.report_page import curves, late_rows
 from torchx_monarch.insight.timeline import Moment, Span, build
 from torchx_monarch.schedulers.job_metrics import read_activity
@@ -73,8 +74,7 @@ def test_what_is_no_activity_is_left_out(tmp_path: Path, more: bytes) -> None:
 def samples(rank: int, seconds: float, late: float) -> str:
     """The samples of a host with one rank of two, which has used ``seconds`` of a processor."""
     sample = RankSample(100 + seconds, rank, 0, rank, f"node{rank}", 7, 0, "running", 1.0, seconds, GIB)
-    calls = tuple(Collective(number, "all_reduce", called=number + late) for number in range(1, 9))
-    group = GroupStatus("0", "0-1", 8, 8, recent=calls)
+    group = GroupStatus("0", "0-1", 8, 8, calls=tuple(number + late for number in range(1, 9)))
     return RankSamples((dataclasses.replace(sample, collectives=8),), group_calls({rank: [group]}, 200.0)).to_text()
 
 

@@ -17,9 +17,9 @@ from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_messages import ReadCollectives, Request
 from torchx_monarch.controller.hosts import Answers, JobHosts
 from torchx_monarch.controller.members import Members
+from torchx_monarch.insight.group_calls import Collective, GroupStatus
 from torchx_monarch.insight.hangs import Hang, HostCollectives, RankCollectives
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.insight.rank_sample import Collective, GroupStatus
 from torchx_monarch.insight.stacks import SharedStacks
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.system.console import Console, WriterThread

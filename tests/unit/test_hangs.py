@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from torchx_monarch.host.ranks.rank_recorder import format_ranks
+from torchx_monarch.insight.group_calls import Collective, GroupStatus, parse_ranks
 from torchx_monarch.insight.hangs import Fault, HostCollectives, RankCollectives, describe_places, diagnose
-from torchx_monarch.insight.rank_sample import Collective, GroupStatus, parse_ranks
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
 from torchx_monarch.model.codec import decode
 

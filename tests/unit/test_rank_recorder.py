@@ -20,8 +20,8 @@ import pytest
 from tests.waits import WITHIN, until_async
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders, collect, status
 from torchx_monarch.host.ranks.rank_process import Rank
+from torchx_monarch.insight.group_calls import GroupStatus
 from torchx_monarch.insight.hangs import Fault, RankCollectives, diagnose
-from torchx_monarch.insight.rank_sample import GroupStatus
 from torchx_monarch.system.console import WriterThread
 
 RANK = str(Path(__file__).parent / "stub_torch.py")

@@ -20,16 +20,13 @@ from torchx_monarch.cli.status import render
 from torchx_monarch.cli.top import rank_table, show_bytes
 from torchx_monarch.host.ranks.rank_recorder import format_ranks
 from torchx_monarch.insight import timeline
+from torchx_monarch.insight.group_calls import Collective, GroupStatus, group_calls, lateness
 from torchx_monarch.insight.rank_sample import (
-    Collective,
     DeviceUse,
-    GroupStatus,
     Progress,
     RankSample,
     RankSamples,
     RankView,
-    group_calls,
-    lateness,
     rank_views,
     read_samples,
 )
@@ -131,14 +128,13 @@ def test_a_size_has_five_characters(count: int, shown: str) -> None:
 
 def calling(rank: int, time: float = 100.0, called: tuple[float, ...] = (), **more: object) -> Rank:
     """A sample of a rank that has called collectives 1, 2, … of a group of two ranks at the given times."""
-    recent = tuple(Collective(number, "gloo:all_reduce", called=at) for number, at in enumerate(called, 1))
-    groups = (GroupStatus("0", "0-1", len(called), len(called), None, recent),) if called else ()
+    groups = (GroupStatus("0", "0-1", len(called), len(called), calls=called),) if called else ()
     sample = RankSample(time, rank, rank, 0, "node", 10 + rank, 0, "running", 1.0, 5.0, 1 << 30)
     return Rank(replace(sample, **more), groups)  # type: ignore[arg-type]
 
 
 def late(ranks: Iterable[Rank]) -> dict[int, float]:
-    return lateness(as_received(ranks).by_group())
+    return lateness(as_received(ranks).calls)
 
 
 @pytest.mark.parametrize(
@@ -159,13 +155,13 @@ def test_which_rank_is_late(times: dict[int, tuple[float, ...]], expected: dict[
 
 def test_collectives_that_a_sample_no_longer_tells_do_not_count() -> None:
     old = calling(0, called=(1.0, 2.0))
-    new = replace(old.groups[0], recent=old.groups[0].recent[1:])
+    new = replace(old.groups[0], calls=old.groups[0].calls[1:])
     assert late([replace(old, groups=(new,)), calling(1, called=(9.0, 2.5))]) == {0: 0.0, 1: 0.5}
 
 
 def test_what_an_earlier_sample_tells_counts_too() -> None:
     before = [calling(rank, 98.0, (1.0 + rank,)) for rank in range(2)]
-    now = [Rank(replace(rank.sample, time=100.0), (replace(rank.groups[0], recent=()),)) for rank in before]
+    now = [Rank(replace(rank.sample, time=100.0), (replace(rank.groups[0], calls=()),)) for rank in before]
     assert [view.late_by for view in views(now, before)] == [0.0, 1.0]
 
 

@@ -11,19 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from torchx_monarch.host.ranks.rank_recorder import format_ranks
+from torchx_monarch.insight.group_calls import GroupStatus, group_calls
 from torchx_monarch.insight.pace import (
     HostPace,
     Pace,
     RankPace,
     Suspect,
     find_suspect,
-    group_paces,
     pace_of,
     ranks_of,
     share_now,
     with_clock,
 )
-from torchx_monarch.insight.rank_sample import GroupStatus
 from torchx_monarch.insight.slowness import Kind, Slowness, StackRound, explain
 from torchx_monarch.insight.stacks import Frame, KernelWait, ProcessStacks, ThreadStack
 from torchx_monarch.model.codec import decode
@@ -81,7 +80,7 @@ class Program:
                 for rank in ranks
             }
             own = tuple(RankPace(rank, self.step if has_steps else None) for rank in ranks)
-            pace = HostPace(time, own, group_paces(groups, time - seconds, 256))
+            pace = HostPace(time, own, group_calls(groups, time, 256, time - seconds))
             hosts[replica] = decode(HostPace, json.loads(json.dumps(pace, default=vars)))
         return hosts
 

@@ -107,7 +107,7 @@ def hosts_of(args: argparse.Namespace, **options: Any) -> Hosts:
 
 def rank_list(text: str) -> tuple[range, ...]:
     """Parse ``--rank``, a list of ranks and ranges of ranks: ``0,3-5``."""
-    from torchx_monarch.insight.rank_sample import parse_ranks
+    from torchx_monarch.insight.group_calls import parse_ranks
 
     with contextlib.suppress(ValueError):
         ranks = parse_ranks(text)

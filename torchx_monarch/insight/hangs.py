@@ -12,8 +12,8 @@ import enum
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from torchx_monarch.insight.group_calls import Collective, GroupStatus, seconds_quiet
 from torchx_monarch.insight.pace import HostPace
-from torchx_monarch.insight.rank_sample import Collective, GroupStatus, seconds_quiet
 from torchx_monarch.insight.stacks import ProcessStacks, rank_ranges
 from torchx_monarch.model.codec import Shared
 from torchx_monarch.system.error_files import path_in_library

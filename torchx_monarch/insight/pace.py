@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from torchx_monarch.insight.rank_sample import GroupStatus, group_members
+from torchx_monarch.insight.group_calls import GroupCalls, by_group, joint_calls
 
 IN_A_ROW = 4
 """Paces in a row that must agree."""
@@ -40,26 +40,6 @@ _MIN_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupPace:
-    """When ranks of one host have called the last collectives of a process group, those that all of them have called.
-
-    Attributes:
-        name, members: ``GroupStatus.name`` and ``ranks``.
-        first: the number of the first of these collectives; the others follow without a gap.
-        earliest, latest: when the first and the last of the ranks have called each.
-        late: the mean seconds after ``earliest`` at which each of ``ranks`` has called them.
-    """
-
-    name: str
-    members: str
-    ranks: tuple[int, ...]
-    first: int
-    earliest: tuple[float, ...]
-    latest: tuple[float, ...]
-    late: tuple[float, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class RankPace:
     """What a rank has done until now.
 
@@ -79,30 +59,7 @@ class HostPace:
 
     time: float = 0.0
     ranks: tuple[RankPace, ...] = ()
-    groups: tuple[GroupPace, ...] = ()
-
-
-def group_paces(groups_of: Mapping[int, Sequence[GroupStatus]], since: float, count: int) -> tuple[GroupPace, ...]:
-    """Put together what ranks of a host have called since a time, at most the last ``count`` collectives of a group."""
-    alike: dict[tuple[str, str], dict[int, GroupStatus]] = {}
-    for rank, groups in groups_of.items():
-        for group in groups:
-            alike.setdefault((group.name, group.ranks), {})[rank] = group
-    found = []
-    for (name, members), ranks in alike.items():
-        end = min(group.enqueued for group in ranks.values()) + 1
-        first = max(end - count, *(group.enqueued + 1 - len(group.calls) for group in ranks.values()))
-        calls = [group.calls[first - group.enqueued - 1 :][: end - first] for group in ranks.values()]
-        columns = [times for times in zip(*calls, strict=True) if min(times) >= since] if first < end else []
-        if columns:
-            earliest = tuple(map(min, columns))
-            late = tuple(
-                sum(call - early for call, early in zip(own[-len(columns) :], earliest, strict=True)) / len(columns)
-                for own in calls
-            )
-            first = end - len(columns)
-            found.append(GroupPace(name, members, tuple(ranks), first, earliest, tuple(map(max, columns)), late))
-    return tuple(found)
+    groups: tuple[GroupCalls, ...] = ()
 
 
 # -- paces -------------------------------------------------------------------------------------------------------------
@@ -204,48 +161,26 @@ def median(values: Iterable[float]) -> float:
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
-def _lost_in_groups(paces: Iterable[GroupPace], seconds: float, calls: int) -> dict[int, float] | None:
+def _lost_in_groups(calls: Iterable[GroupCalls], seconds: float, count: int) -> dict[int, float] | None:
     """Return ``Pace.lost``; empty if no ranks meet, and None if they have not met often enough to tell.
 
     The calls of a group must be spread over half of the time: before a wait that has not ended others tell nothing.
     """
-    by_group: dict[tuple[str, str], list[GroupPace]] = {}
-    for pace in paces:
-        by_group.setdefault((pace.name, pace.members), []).append(pace)
-    makes_wait, waits, is_met = dict[int, float](), dict[int, float](), False
-    for (_, members), hosts in by_group.items():
-        first = max(host.first for host in hosts)
-        end = min(host.first + len(host.earliest) for host in hosts)
-        size = len(group_members(members))
-        if size < 2:
-            continue
-        is_met = True
-        if first >= end or sum(len(host.ranks) for host in hosts) != size:
-            continue
-        earliest, latest = (
-            [
-                pick(times)
-                for times in zip(*(getattr(h, name)[first - h.first :][: end - first] for h in hosts), strict=True)
-            ]
-            for pick, name in ((min, "earliest"), (max, "latest"))
-        )
-        spread, is_cut = latest[-1] - earliest[0], end - first >= calls // 2
+    groups = by_group(calls)
+    makes_wait, waits = dict[int, float](), dict[int, float]()
+    for joint in filter(None, map(joint_calls, groups)):
+        spread, is_cut = joint.latest[-1] - joint.earliest[0], len(joint.earliest) >= count // 2
         if spread < seconds / 2 and not is_cut:
             continue
-        late: dict[int, float] = {}
-        for host in hosts:
-            own = host.earliest[first - host.first :][: end - first]
-            after = sum(map(float.__sub__, own, earliest)) / len(own)
-            late.update((rank, after + seconds_late) for rank, seconds_late in zip(host.ranks, host.late, strict=True))
-        share = min(1.0, _waited(earliest, latest) / (spread if is_cut else seconds))
-        most = max(late.values()) or 1.0
-        for rank, seconds_late in late.items():
-            own_share = share * max(0.0, seconds_late - _others(late, rank)) / most
+        share = min(1.0, _waited(joint.earliest, joint.latest) / (spread if is_cut else seconds))
+        most = max(joint.late.values()) or 1.0
+        for rank, late in joint.late.items():
+            own_share = share * max(0.0, late - _others(joint.late, rank)) / most
             makes_wait[rank] = max(makes_wait.get(rank, 0.0), own_share)
-            waits[rank] = max(waits.get(rank, 0.0), share * (1 - seconds_late / most))
+            waits[rank] = max(waits.get(rank, 0.0), share * (1 - late / most))
     # A rank that is late in one group because it has waited in another one is not the reason.
     lost = {rank: max(0.0, share - waits[rank]) for rank, share in makes_wait.items()}
-    return lost if lost or not is_met else None
+    return lost if lost or not groups else None
 
 
 def _waited(earliest: Sequence[float], latest: Sequence[float]) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a rank does at one moment: its process, its output, its collectives, and the progress that it reports.
+"""What a rank does at one moment: its process, its output, and the progress that it reports.
 
 Two samples of each rank tell what the ranks do now (``rank_views``): processor time, collectives per second, lateness.
 """
@@ -9,144 +9,17 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
-import functools
-import itertools
 import json
-import operator
-import re
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
+from torchx_monarch.insight.group_calls import GroupCalls, GroupStatus, lateness, seconds_awaited, seconds_quiet
 from torchx_monarch.insight.metrics import MAX_METRICS, MAX_NAME
 from torchx_monarch.insight.step_progress import HEAD, MAX_DIGEST, MAX_STEP
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.job_result import StepsDone
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import one_line
-
-MAX_MEMBERS = 1 << 20
-"""Most ranks of a process group; a longer text is refused by ``parse_ranks``."""
-
-_RUN = re.compile(r"(\d{1,7})(?:-(\d{1,7})(?::(\d{1,7}))?)?")
-
-
-def parse_ranks(text: str) -> tuple[range, ...]:
-    """Parse the ranks of a process group, as a rank has written them: ``0-4095`` or ``0-56:8,100``.
-
-    Args:
-        text: runs of ranks between commas, a run being a rank or the first and the last with their distance, which is 1
-            if it is left out; empty for no ranks.
-
-    Raises:
-        ValueError: it is something else, or has more than ``MAX_MEMBERS`` ranks.
-    """
-    runs = []
-    for part in text.split(",") if text else ():
-        found = _RUN.fullmatch(part)
-        if found is None or found[3] is not None and not int(found[3]):
-            raise ValueError("no runs of ranks")
-        runs.append(range(int(found[1]), int(found[2] or found[1]) + 1, int(found[3] or 1)))
-    if sum(map(len, runs)) > MAX_MEMBERS:
-        raise ValueError(f"more than {MAX_MEMBERS} ranks")
-    return tuple(runs)
-
-
-@functools.lru_cache(maxsize=16)  # all ranks of a group tell the same text
-def group_members(text: str) -> tuple[int, ...]:
-    """Return the global ranks of a process group, ascending, of which ``parse_ranks`` reads the text."""
-    return tuple(sorted(set(itertools.chain.from_iterable(parse_ranks(text)))))
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """A collective that a rank has called.
-
-    Attributes:
-        number: sequence number in its group.
-        name: name of the operation, as torch's flight recorder has it, such as ``gloo:all_reduce``.
-    """
-
-    number: int
-    name: str
-    sizes: tuple[tuple[int, ...], ...] = ()
-    called: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupStatus:
-    """The collectives of one process group in one rank.
-
-    Attributes:
-        name: torch's name of the group: ``0`` for the default group. With the backend, ``0 (nccl)``, if its backends
-            have a recorder each.
-        ranks: the global ranks of the group, as ``parse_ranks`` reads them. Every rank of a job tells those of its
-            groups, so with numbers one by one the samples of a job would grow with the square of its ranks.
-        enqueued: sequence number of the last collective that the rank has called; 0 for none.
-        completed: that of the last one that has completed in the rank; 0 for none.
-        waiting: the oldest collective that has not completed; None if all have.
-        recent: the last collectives, oldest first, so that different orders and shapes can be told.
-        last_call: when the rank has last called anything in a group of this backend, as far as torch records it.
-        calls: when it has called its last collectives, up to number ``enqueued``, oldest first.
-    """
-
-    name: str
-    ranks: str
-    enqueued: int
-    completed: int
-    waiting: Collective | None = None
-    recent: tuple[Collective, ...] = ()
-    last_call: float = 0.0
-    calls: tuple[float, ...] = ()
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Return the global ranks of the group, ascending."""
-        return group_members(self.ranks)
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupCalls:
-    """What ranks of one host have called in a process group: the same, at different times.
-
-    Attributes:
-        name, members: ``GroupStatus.name`` and ``ranks``.
-        ranks: the global ranks.
-        enqueued: sequence number of the last collective that they have called; 0 for none.
-        waiting: that of the collective in which they wait; 0 if they wait in none.
-        waited: seconds for which the first of them has waited in it.
-        numbers: the sequence numbers of their last collectives, oldest first.
-        called: when the first of them has called each of these.
-        late: mean seconds after ``called`` at which each of ``ranks`` has called them.
-    """
-
-    name: str
-    members: str
-    ranks: tuple[int, ...]
-    enqueued: int
-    waiting: int
-    waited: float
-    numbers: tuple[int, ...]
-    called: tuple[float, ...]
-    late: tuple[float, ...]
-
-
-def group_calls(groups_of: Mapping[int, Sequence[GroupStatus]], now: float) -> tuple[GroupCalls, ...]:
-    """Put together what ranks of a host have called in their process groups."""
-    alike: dict[tuple[str, str, int, int, tuple[int, ...]], dict[int, GroupStatus]] = {}
-    for rank, groups in groups_of.items():
-        for group in groups:
-            numbers = tuple(collective.number for collective in group.recent)
-            waiting = group.waiting.number if group.waiting is not None else 0
-            alike.setdefault((group.name, group.ranks, group.enqueued, waiting, numbers), {})[rank] = group
-    found = []
-    for (name, members, enqueued, waiting, numbers), ranks in alike.items():
-        since = [group.waiting.called for group in ranks.values() if group.waiting is not None]
-        calls = [[collective.called for collective in group.recent] for group in ranks.values()]
-        called = tuple(map(min, zip(*calls, strict=True)))
-        late = tuple(sum(map(operator.sub, times, called)) / max(1, len(called)) for times in calls)
-        waited = max(0.0, now - min(since, default=now))
-        found.append(GroupCalls(name, members, tuple(ranks), enqueued, waiting, waited, numbers, called, late))
-    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,13 +161,6 @@ class RankSamples:
     def from_text(cls, text: str) -> RankSamples:
         return decode(cls, json.loads(zlib.decompress(base64.b64decode(text))))
 
-    def by_group(self) -> list[list[GroupCalls]]:
-        """Return what ranks have called in each process group."""
-        found: dict[tuple[str, str], list[GroupCalls]] = {}
-        for calls in self.calls:
-            found.setdefault((calls.name, calls.members), []).append(calls)
-        return list(found.values())
-
 
 NO_SAMPLES = RankSamples()
 
@@ -304,16 +170,6 @@ def read_samples(answers: Iterable[str]) -> RankSamples:
     found = [*map(RankSamples.from_text, answers)]
     ranks = sorted((rank for samples in found for rank in samples.ranks), key=lambda rank: rank.rank)
     return RankSamples(tuple(ranks), tuple(calls for samples in found for calls in samples.calls))
-
-
-def seconds_quiet(now: float, since: float, groups: Collection[GroupStatus]) -> float | None:
-    """Return the seconds for which a rank has called nothing in its groups, nor done anything else since a time.
-
-    None for one that is in no group with others: nothing is known of what it calls.
-    """
-    if not any(len(group.members) > 1 for group in groups):
-        return None
-    return max(0.0, now - max(since, *(group.last_call for group in groups)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,9 +241,8 @@ def rank_views(samples: RankSamples, before: RankSamples = NO_SAMPLES) -> list[R
     ordered = sorted(samples.ranks, key=lambda sample: sample.rank)
     past = {_process(sample): sample for sample in before.ranks}
     # A rank reads its recorder only now and then: the earlier sample may tell what the present one does not.
-    groups = samples.by_group()
-    late, awaited = lateness(groups), _awaited(groups)
-    late_before = lateness(before.by_group()) if len(late) < len(ordered) else {}
+    late, awaited = lateness(samples.calls), seconds_awaited(samples.calls)
+    late_before = lateness(before.calls) if len(late) < len(ordered) else {}
     found = []
     for sample in ordered:
         earlier = past.get(_process(sample))
@@ -422,40 +277,3 @@ def _rates(sample: RankSample, past: RankSample | None) -> tuple[float | None, f
     if sample.collectives is None or past.collectives is None:
         return cpu, None
     return cpu, max(0, sample.collectives - past.collectives) / seconds
-
-
-def _awaited(groups: Iterable[Sequence[GroupCalls]]) -> dict[int, float]:
-    """Return for how long other ranks have waited in a collective for each rank that has not called it."""
-    found: dict[int, float] = {}
-    for group in groups:
-        waits: dict[int, float] = {}
-        for calls in group:
-            waits[calls.waiting] = max(waits.get(calls.waiting, 0.0), calls.waited)
-        for number, waited in waits.items():  # ranks of a group wait in few different collectives
-            for calls in group:
-                if number > calls.enqueued:
-                    found.update((rank, max(found.get(rank, 0.0), waited)) for rank in calls.ranks)
-    return found
-
-
-def lateness(groups: Iterable[Sequence[GroupCalls]]) -> dict[int, float]:
-    """Return the seconds after the first rank at which each rank calls collectives, the largest mean of its groups.
-
-    Only collectives count that all ranks of a group have called, and that their hosts tell.
-    """
-    found: dict[int, float] = {}
-    for group in groups:
-        common = set[int].intersection(*map(set, {calls.numbers for calls in group}))
-        size = len(group_members(group[0].members))
-        if size < 2 or not common or sum(len(calls.ranks) for calls in group) != size:
-            continue
-        first: dict[int, float] = {}
-        for calls in group:
-            for number, called in zip(calls.numbers, calls.called, strict=True):
-                first[number] = min(first.get(number, called), called)
-        for calls in group:
-            times = zip(calls.numbers, calls.called, strict=True)
-            mean = sum(called - first[number] for number, called in times if number in common) / len(common)
-            for rank, late in zip(calls.ranks, calls.late, strict=True):
-                found[rank] = max(found.get(rank, 0.0), mean + late)
-    return found

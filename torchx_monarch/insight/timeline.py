@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar, get_args
 
 from torchx_monarch.insight.events import Event
-from torchx_monarch.insight.rank_sample import parse_ranks
+from torchx_monarch.insight.group_calls import parse_ranks
 from torchx_monarch.insight.slowness import Slowness
 from torchx_monarch.model.codec import DecodeError, Seconds, decode
 from torchx_monarch.model.host_facts import NodeFault

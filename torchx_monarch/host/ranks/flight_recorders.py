@@ -31,7 +31,7 @@ from torchx_monarch.host.ranks.rank_recorder import (
     MAX_GROUPS,
     MAX_RECENT,
 )
-from torchx_monarch.insight.rank_sample import Collective, GroupStatus, parse_ranks
+from torchx_monarch.insight.group_calls import Collective, GroupStatus, parse_ranks
 from torchx_monarch.model.codec import decode
 from torchx_monarch.system import children, safe_files
 from torchx_monarch.system.console import WriterThread

@@ -22,8 +22,9 @@ from torchx_monarch.host.ranks.rank_starter import RankStarter
 from torchx_monarch.host.ranks.run_spec import rank_environment
 from torchx_monarch.host.ranks.step_memory import StepMemory
 from torchx_monarch.host.ranks.timers import FILE, TimerServer
+from torchx_monarch.insight.group_calls import group_calls
 from torchx_monarch.insight.hangs import RankCollectives
-from torchx_monarch.insight.pace import HostPace, RankPace, group_paces
+from torchx_monarch.insight.pace import HostPace, RankPace
 from torchx_monarch.insight.rank_sample import Progress, RankSamples, StepsRead, steps_done
 from torchx_monarch.model.env_names import INTERFACE, THIS_JOB
 from torchx_monarch.model.job_result import RankExit
@@ -192,7 +193,7 @@ class RankPool(ProcessPool):
             reading.cancel()
             return HostPace()
         groups = {found.rank: found.groups or () for found in collectives}
-        return HostPace(now, tuple(reading.result()), group_paces(groups, now - seconds, calls))
+        return HostPace(now, tuple(reading.result()), group_calls(groups, now, calls, now - seconds))
 
     async def _write_evidence(self, ranks: Sequence[Rank], number: int) -> None:
         """Write stacks and last collectives of ranks into the folder of their attempt, before they get a signal."""

@@ -177,7 +177,7 @@ class _RecordedGroups:
         self._c10d = c10d
 
     def to_json(self) -> bytes:
-        """Return a list of ``insight.rank_sample.GroupStatus``."""
+        """Return a list of ``insight.group_calls.GroupStatus``."""
         try:
             states = {name: recorder.states() for name, recorder in self._recorders.items()}
             world, found = self._c10d._world, []
@@ -222,7 +222,7 @@ class _RecordedGroups:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as ``insight.rank_sample.parse_ranks`` reads them: ``0-4095``, ``0-56:8``, ``1,2,7``."""
+    """Return ranks as ``insight.group_calls.parse_ranks`` reads them: ``0-4095``, ``0-56:8``, ``1,2,7``."""
     runs: list[list[int]] = []  # of each its first and last rank, and their distance
     for rank in sorted(ranks):
         last = runs[-1] if runs else [0, 0, -1]

@@ -15,14 +15,8 @@ from typing import Any
 
 from torchx_monarch.host.ranks import flight_recorders
 from torchx_monarch.host.ranks.rank_process import Rank
-from torchx_monarch.insight.rank_sample import (
-    DeviceUse,
-    Progress,
-    RankSample,
-    RankSamples,
-    group_calls,
-    parse_progress,
-)
+from torchx_monarch.insight.group_calls import group_calls
+from torchx_monarch.insight.rank_sample import DeviceUse, Progress, RankSample, RankSamples, parse_progress
 from torchx_monarch.insight.step_progress import NAME, SIZE
 from torchx_monarch.system import process_status, processes, safe_files
 from torchx_monarch.system.console import WriterThread
