@@ -125,8 +125,8 @@ def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) 
     )
     assert samples[0].last_line.startswith("loss \\x1b[31m0 xxx") and len(samples[0].last_line) == 200
     calls = {rank: calls for calls in ask_samples(hosts.client)[0].calls for rank in calls.ranks}
-    assert calls[0].members == calls[3].members == "0-3" and calls[0].waiting == 6 and not calls[3].waiting
-    assert len(calls[0].called) == 6 and calls[0].waited > 0
+    assert calls[0].members == calls[3].members == "0-3" and calls[0].waiting == (6,) and not calls[3].waiting
+    assert calls[0].enqueued == (6,) * len(calls[0].ranks) and calls[0].waited[0] > 0
     happened = ask_events(hosts.client.target, WITHIN)
     drawn = build(happened, [RoleSpec("trainer", 2, workload=WorkloadKind.RANKS)], end=time.time())
     assert [event["kind"] for event in happened[:3]] == ["job_started", "hosts", "ranks"]

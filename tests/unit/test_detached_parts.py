@@ -227,10 +227,10 @@ def test_events_are_read_to_the_end_and_stay_short_with_many_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, reporter = tmp_path / "events.jsonl", Reporter(Console(2), str(tmp_path / "events.jsonl"), "r")
-    pids = list(range(10_000, 18_000))
+    pids = tuple(range(10_000, 18_000))
     for attempt in range(3):
-        reporter.ranks_started("ranks", [{"replica": 0, "pids": pids}], attempt=attempt)
-        reporter.ranks_ended("ended", [{"rank": rank, "code": 1} for rank in range(8_000)], attempt=attempt)
+        reporter.ranks_started("ranks", [events.HostStart(0, pids=pids)], attempt=attempt)
+        reporter.ranks_ended("ended", [events.RankEnd(rank, 1, 1.0, 2.0) for rank in range(8_000)], attempt=attempt)
         reporter.restarted("restart", attempt=attempt + 1)
     WriterThread.finish()
     assert path.stat().st_size < 2_000

@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 from torchx_monarch.controller.host_events import Changes
 from torchx_monarch.controller.host_messages import CheckpointParts, Exits, HostCall, HostError, Launched
+from torchx_monarch.insight.events import HostStart, RankEnd
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import (
     JobResult,
     RankExit,
     describe_failure,
-    exit_records,
     root_cause,
     shell_code,
     steps_of_all,
@@ -136,13 +136,9 @@ class Attempt:
         assert self.world is not None
         world, launched = self.world, [(member.host, member.launched) for member in self.hosts.values()]
         shown = [
-            {
-                "replica": host.replica,
-                "node": host.node,
-                "first_rank": world.place(host.replica).first_rank,
-                "pids": answer.pids,
-                "imported": answer.imported,
-            }
+            HostStart(
+                host.replica, host.node, world.place(host.replica).first_rank, tuple(answer.pids), answer.imported
+            )
             for host, answer in launched
             if answer is not None
         ]
@@ -179,7 +175,19 @@ class Attempt:
             text = f"attempt {self.number + 1} has ended"
             steps = steps_of_all(self.exits.values())
             fields = {} if steps is None else {"steps": dataclasses.asdict(steps)}
-            reporter.ranks_ended(text, exit_records(self.exits, self.cause), attempt=self.number, **fields)
+            cause = self.cause
+            ends = [
+                RankEnd(
+                    rank,
+                    ended.code,
+                    ended.started,
+                    ended.time,
+                    ended.code != 0 and ended is not cause and (not ended.failed or ended.is_collateral),
+                    ended.grouped,
+                )
+                for rank, ended in sorted(self.exits.items())
+            ]
+            reporter.ranks_ended(text, ends, attempt=self.number, **fields)
 
 
 class Members:

@@ -12,11 +12,13 @@ where start-up time counts.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import time
 from typing import Any
 
+from torchx_monarch.model.codec import Seconds
 from torchx_monarch.system import safe_files
 
 Event = dict[str, Any]
@@ -40,6 +42,29 @@ _PIECE = 1 << 26
 
 _MAX_DETAILS = 1 << 23
 """Bytes of details from which on those of older attempts are left out: a thousand hosts with 8 ranks write 1.3 MB."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostStart:
+    """What an event ``ranks`` says of a host: the processes of its ranks, and when it imported torch."""
+
+    replica: int
+    node: str = ""
+    first_rank: int = 0
+    pids: tuple[int | None, ...] = ()
+    imported: tuple[Seconds, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class RankEnd:
+    """What an event ``attempt_end`` says of a rank; its fields mean what they do in ``timeline.Span``."""
+
+    rank: int
+    code: int | None
+    started: Seconds
+    ended: Seconds
+    secondary: bool = False
+    grouped: Seconds | None = None
 
 
 def append(

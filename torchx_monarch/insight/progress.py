@@ -10,7 +10,7 @@ import functools
 import os
 import stat
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TypeVar
 
 from torchx_monarch.insight import events
@@ -103,15 +103,15 @@ class Reporter:
         """Report an event for programs, without a line."""
         self._event(kind, text, None, fields)
 
-    def ranks_started(self, text: str, hosts: Sequence[object], **fields: object) -> None:
+    def ranks_started(self, text: str, hosts: Iterable[events.HostStart], **fields: object) -> None:
         """Report that the ranks of an attempt have started, the end of a phase, with details of their hosts."""
         self._attempt = time.time_ns()
-        self._append(events.append_details, self._attempt, "ranks", hosts=hosts)
+        self._append(events.append_details, self._attempt, "ranks", hosts=[*map(dataclasses.asdict, hosts)])
         self.phase("ranks", text, details=self._attempt, **fields)
 
-    def ranks_ended(self, text: str, exits: Sequence[object], **fields: object) -> None:
+    def ranks_ended(self, text: str, exits: Iterable[events.RankEnd], **fields: object) -> None:
         """Report that the ranks of the last attempt have ended, for programs, with details of their exits."""
-        self._append(events.append_details, self._attempt, "attempt_end", exits=exits)
+        self._append(events.append_details, self._attempt, "attempt_end", exits=[*map(dataclasses.asdict, exits)])
         self.record("attempt_end", text, details=self._attempt, **fields)
 
     def restarted(self, text: str, **fields: object) -> None:

@@ -12,10 +12,10 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar, get_args
 
-from torchx_monarch.insight.events import Event
+from torchx_monarch.insight.events import Event, HostStart, RankEnd
 from torchx_monarch.insight.group_calls import parse_ranks
 from torchx_monarch.insight.slowness import Slowness
-from torchx_monarch.model.codec import DecodeError, Seconds, decode
+from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_facts import NodeFault
 from torchx_monarch.model.job_result import StepsDone
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
@@ -305,29 +305,6 @@ def _as_they_happened(ordered: Sequence[Event]) -> Iterator[Event]:
         yield {**event, "time": min(event["time"], max(began, before))}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Host:
-    """A host in an event ``ranks``: its ranks, and when it imported torch."""
-
-    replica: int
-    node: str = ""
-    first_rank: int = 0
-    pids: tuple[int | None, ...] = ()
-    imported: tuple[Seconds, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Exit:
-    """A rank in an event ``attempt_end``."""
-
-    rank: int
-    code: int | None
-    started: Seconds
-    ended: Seconds
-    secondary: bool = False
-    grouped: Seconds | None = None
-
-
 def _decoded(values: object, kind: type[T]) -> Iterator[T]:
     """Yield the values of an event that are of a kind; a rank may have written others."""
     for value in values if isinstance(values, list) else ():
@@ -440,7 +417,7 @@ class _RoleReader:
         if isinstance(number := event.get("log_attempt"), int):
             attempt.log_attempt = number
         self._ranks, self._view.unshared = {}, event.get("unshared", "")
-        for host in _decoded(event.get("hosts"), _Host):
+        for host in _decoded(event.get("hosts"), HostStart):
             if len(host.imported) == 2 and (imported := (host.replica, host.imported[0])) not in self._imports:
                 self._imports.add(imported)
                 span = self._add("import", "import of torch", 0.0, self._top, host.replica)
@@ -450,7 +427,7 @@ class _RoleReader:
                 span.replica, span.node, span.pid, self._ranks[rank] = host.replica, one_line(host.node), pid, span
 
     def _end_ranks(self, event: Event) -> None:
-        for rank_exit in _decoded(event.get("exits"), _Exit):
+        for rank_exit in _decoded(event.get("exits"), RankEnd):
             if rank_exit.started > 0 and (span := self._ranks.pop(rank_exit.rank, None)) is not None:
                 span.start, span.end, span.grouped = rank_exit.started, rank_exit.ended, rank_exit.grouped
                 span.code, span.secondary = rank_exit.code, rank_exit.secondary
@@ -515,9 +492,3 @@ def last_slow(happened: Iterable[Event]) -> str | None:
 def count_rank_restarts(happened: Iterable[Event]) -> int:
     """Count how often ranks were restarted within one start of their hosts."""
     return sum(event["kind"] == "rank_restart" for event in happened)
-
-
-def seconds_to_group(timeline: Timeline) -> float:
-    """Return how long the fastest rank of the last attempts took to its first process group; 0 if that is not known."""
-    ranks = timeline.last_ranks()
-    return min((rank.grouped - rank.start for rank in ranks if rank.grouped is not None), default=0.0)

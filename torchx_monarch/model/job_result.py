@@ -236,21 +236,6 @@ def root_cause(exits: Iterable[RankExit]) -> RankExit | None:
     return min(failed, key=lambda found: (found.is_collateral, found.failed_at, found.rank), default=None)
 
 
-def exit_records(exits: Mapping[int, RankExit], cause: RankExit | None) -> list[dict[str, Any]]:
-    """Return how the ranks or commands of an attempt have ended, for its event ``attempt_end``."""
-    return [
-        {
-            "rank": ended.rank,
-            "code": ended.code,
-            "started": ended.started,
-            "ended": ended.time,
-            "grouped": ended.grouped,
-            "secondary": ended.code != 0 and ended is not cause and (not ended.failed or ended.is_collateral),
-        }
-        for _, ended in sorted(exits.items())
-    ]
-
-
 def steps_of_all(exits: Iterable[RankExit]) -> StepsDone | None:
     """Return the steps that all ranks have done of which any are known; None if none is."""
     known = (ended.steps for ended in exits if ended.steps is not None)

@@ -23,7 +23,7 @@ from torchx_monarch.insight.account import Account
 from torchx_monarch.insight.rank_sample import RankView
 from torchx_monarch.insight.slowness import Slowness
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
-from torchx_monarch.insight.timeline import PHASES, Moment, RoleView, Timeline, seconds_to_group
+from torchx_monarch.insight.timeline import PHASES, Moment, RoleView, Timeline
 from torchx_monarch.insight.timeline import build as build_timeline
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import shell_code
@@ -274,7 +274,9 @@ def _next(handle: str, app: AppSnapshot, status: AppStatus, result: HostResult) 
 
 def _hint(timeline: Timeline) -> str:
     """Return what would start the ranks of a job sooner that took some time to their first process group."""
-    if (seconds := seconds_to_group(timeline)) < _SLOW_START:
+    ranks = timeline.last_ranks()
+    seconds = min((rank.grouped - rank.start for rank in ranks if rank.grouped is not None), default=0.0)
+    if seconds < _SLOW_START:
         return ""
     unshared = next((role.unshared for role in timeline.roles if role.unshared), "")
     shared = (
