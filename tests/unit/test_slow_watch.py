@@ -50,7 +50,7 @@ class Hosts:
     """Two hosts with a rank each, which meet in no collective; host 1's may do fewer steps.
 
     Attributes:
-        slows: whether it does.
+        slows: whether it does: half of them, and at the second look nearly all.
         missing: why hosts do not answer, by replica.
         frames: where it is.
     """
@@ -60,7 +60,7 @@ class Hosts:
         self.members = members(3, host(0), host(1), host(2))
         self.gatherer = HostGatherer(NodeRange(2, 2, 1.0, spares=1), self.members, self.reporter, 3)
         self.members.form([host_ for host_ in self.members.able if host_.replica < 2])
-        self.slows = False
+        self.slows, self._slow_looks = False, 0
         self.missing: dict[int, str] = {}
         self.asked: list[Request[Any]] = []
         self.wait, self.frames = KernelWait("D", "read", "/mnt/x"), (Frame("/p/train.py", 3, "main"),)
@@ -78,8 +78,10 @@ class Hosts:
             return {rank: [SharedStacks(((rank, rank, 9),), "", (ThreadStack("", frames),), "", wait)]}, {}
         assert isinstance(request, ReadCollectives)
         seconds, self._last = time.monotonic() - self._last, time.monotonic()
+        self._slow_looks = self._slow_looks + 1 if self.slows else 0
+        slower = {0: 1.0, 2: 0.85}.get(self._slow_looks, 0.5)
         for rank in range(2):
-            self._steps[rank] += 10000 * seconds * (0.5 if rank and self.slows else 1)
+            self._steps[rank] += 10000 * seconds * (slower if rank else 1)
         paces = {
             replica: HostPace(time.time(), (RankPace(replica, int(self._steps[replica])),)) for replica in range(2)
         }

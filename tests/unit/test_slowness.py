@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pytest
 
 from torchx_monarch.host.ranks.rank_recorder import format_ranks
+from torchx_monarch.insight import pace as pace_module
 from torchx_monarch.insight.group_calls import GroupStatus, group_calls
 from torchx_monarch.insight.pace import (
     HostPace,
@@ -291,6 +293,54 @@ def test_workers_of_a_loader_tell_more_than_the_rank_that_waits_for_them() -> No
 
 def test_a_rank_that_could_run_and_has_no_processor_is_said_so() -> None:
     assert verdict(StackRound([stacks(5, (PROGRAM,), KernelWait("R"))], []), waits=0.35).kind is Kind.PROCESSOR
+
+
+def test_a_rank_without_a_processor_makes_others_wait_inside_of_collectives_too() -> None:
+    def work(rank: int, step: int, now: float) -> float:
+        return 0.115 if rank == 5 else 0.1
+
+    program, paces = Program(work), []
+    time = 1000.0
+    before = program.answers(time, EVERY)
+    for _ in range(5):
+        time += EVERY
+        after = program.answers(time, EVERY)
+        waited = {rank: (0.5 if rank == 5 else 0.1) * (time - 1000.0) for rank in range(WORLD)}
+        after = {
+            replica: dataclasses.replace(
+                host, ranks=tuple(dataclasses.replace(rank, waited=waited[rank.rank]) for rank in host.ranks)
+            )
+            for replica, host in after.items()
+        }
+        found = pace_of(ranks_of(before.values()), after.values(), time, EVERY, 256)
+        assert found is not None
+        paces.append(found)
+        before = after
+    suspect = find_suspect(paces, REPLICA_OF)
+    assert suspect is not None and suspect.ranks == (5,) and suspect.share > 0.25
+    assert explain(suspect, paces, [], {rank: (0, "n") for rank in range(WORLD)}).kind is Kind.PROCESSOR
+
+
+def test_what_a_look_takes_does_not_grow_with_the_square_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sorts(ranks: int) -> int:
+        sizes: list[int] = []
+
+        def counting(values: Iterable[float]) -> list[float]:
+            ordered = builtins.sorted(values)
+            sizes.append(len(ordered))
+            return ordered
+
+        monkeypatch.setattr(pace_module, "sorted", counting, raising=False)
+        groups = {
+            rank: [GroupStatus("0", f"0-{ranks - 1}", 16, 16, calls=tuple(step + rank / 1e4 for step in range(16)))]
+            for rank in range(ranks)
+        }
+        own = tuple(RankPace(rank, 0) for rank in range(ranks))
+        host = HostPace(16.0, own, group_calls(groups, 16.0))
+        assert pace_of(ranks_of([host]), [host], 16.0, 16.0, 16) is not None
+        return sum(sizes)
+
+    assert sorts(400) <= 10 * sorts(40)
 
 
 def test_the_verdict_as_a_line() -> None:

@@ -17,6 +17,7 @@ from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.insight.hangs import HostCollectives
 from torchx_monarch.insight.job_end import run_hook
 from torchx_monarch.insight.pace import (
+    IN_A_ROW,
     MAX_PACES,
     WARM_UP,
     HostPace,
@@ -113,7 +114,7 @@ class SlowWatch:
             self._follow(self._suspect, self._found, pace)
             return at_rest
         hosts = {rank.rank: replica for replica, host in paces.items() for rank in host.ranks}
-        suspect = find_suspect(self._paces, hosts, 1)
+        suspect = find_suspect(self._paces, hosts, min(max(0, self._suspicions) + 1, IN_A_ROW))
         if suspect is None:
             self._suspicions, self._rounds = 0, []
             return at_rest

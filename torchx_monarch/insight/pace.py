@@ -23,6 +23,10 @@ MAX_PACES = 64
 _MIN_SHARE = 0.2
 """Share of the time in which others wait for a rank that is slow, in the median; in each pace at least half of it."""
 
+_HIDDEN = 0.5
+"""Share of the time for which a rank that is late waits longer for a processor than others, in which these wait for it
+inside of collectives: it has called them, and its threads have no processor to take part."""
+
 _MIN_LOSS = 0.25
 """By which share the steps per second of a job that has become slow are below those of its past."""
 
@@ -72,8 +76,9 @@ class Pace:
     Attributes:
         step: the steps that the rank which is furthest behind had done at the beginning; None if that is not known.
         speed: the steps per second of that rank; None without steps.
-        lost: by rank, the share of the time in which others have waited for this one alone, 0 to 1; in programs without
-            collectives, by which share its speed is below that of the others. Empty if that is not known.
+        lost: by rank, the share of the time in which others have waited for this one alone, 0 to 1, as far as that is
+            known also inside of collectives; in programs without collectives, by which share its speed is below that of
+            the others. Empty if that is not known.
         waits: by rank, the share of the time in which its main thread waited for a processor.
     """
 
@@ -104,11 +109,17 @@ def pace_of(
         if present.step is not None and past[rank].step is not None
     }
     enough = len(steps) == len(ranks) and _median_low(steps.values()) >= _MIN_STEPS and min(steps.values()) >= 0
+    waits = {rank: (present.waited - past[rank].waited) / seconds for rank, present in ranks.items()}
     lost = _lost_in_groups([group for host in hosts for group in host.groups], seconds, calls)
     if lost is None:
         return None
+    others = _others(waits)
+    for rank, share in lost.items():
+        if share >= _MIN_SHARE / 4:
+            lost[rank] = min(1.0, share + _HIDDEN * max(0.0, waits[rank] - others[rank]))
     if not lost and enough and len(steps) > 1:
-        lost = {rank: max(0.0, 1 - done / _others(steps, rank)) for rank, done in steps.items()}
+        others = _others(steps)
+        lost = {rank: max(0.0, 1 - done / others[rank]) for rank, done in steps.items()}
     if not lost and not enough:
         return None
     return Pace(
@@ -117,7 +128,7 @@ def pace_of(
         min(past[rank].step or 0 for rank in ranks) if len(steps) == len(ranks) else None,
         min(steps.values()) / seconds if enough else None,
         lost,
-        {rank: (present.waited - past[rank].waited) / seconds for rank, present in ranks.items()},
+        waits,
     )
 
 
@@ -138,9 +149,12 @@ def with_clock(host: HostPace, ahead: float) -> HostPace:
     return dataclasses.replace(host, groups=tuple(groups))
 
 
-def _others(values: Mapping[int, float], rank: int) -> float:
-    """Return the median of the other ranks; of an even number the lower one: half of the ranks may be slow."""
-    return _median_low([value for other, value in values.items() if other != rank] or [values[rank]])
+def _others(values: Mapping[int, float]) -> dict[int, float]:
+    """Return for each rank the median of the others; of an even number the lower one: half of them may be slow."""
+    ordered = sorted(values.values())
+    middle = max(0, len(ordered) - 2) // 2
+    below, above = ordered[middle], ordered[min(middle + 1, len(ordered) - 1)]
+    return {rank: below if value > below else above for rank, value in values.items()}
 
 
 def _median_low(values: Iterable[float]) -> float:
@@ -173,9 +187,9 @@ def _lost_in_groups(calls: Iterable[GroupCalls], seconds: float, count: int) -> 
         if spread < seconds / 2 and not is_cut:
             continue
         share = min(1.0, _waited(joint.earliest, joint.latest) / (spread if is_cut else seconds))
-        most = max(joint.late.values()) or 1.0
+        most, others = max(joint.late.values()) or 1.0, _others(joint.late)
         for rank, late in joint.late.items():
-            own_share = share * max(0.0, late - _others(joint.late, rank)) / most
+            own_share = share * max(0.0, late - others[rank]) / most
             makes_wait[rank] = max(makes_wait.get(rank, 0.0), own_share)
             waits[rank] = max(waits.get(rank, 0.0), share * (1 - late / most))
     # A rank that is late in one group because it has waited in another one is not the reason.
