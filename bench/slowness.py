@@ -7,9 +7,9 @@ minute. Printed are a line for each job, with the load of the machine, and of al
 kind, the seconds from the onset to the verdict, and false alarms, which are verdicts on clean jobs and those before the
 onset. ``--cost N`` compares the steps per second of N clean jobs with those of N jobs whose watch is off, by turns.
 
-Kinds with a cgroup need root and version 1 of cgroups; programs of Hugging Face and Lightning need these packages.
-Without them they are left out. On a machine that others use a clean job can be slowed by them: the kind of a false
-alarm tells.
+Kinds with a cgroup need root and version 1 of cgroups, a FUSE folder needs mfusepy and libfuse, programs of Hugging
+Face and Lightning need these packages. Without them they are left out. On a machine that others use a clean job can be
+slowed by them: the kind of a false alarm tells.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def wait(data):
         data.seconds, data.open = float(seconds), place
         if data.kind == "flock":
             data.open = os.open(place, os.O_RDWR)
-        elif data.kind == "disk":
+        elif data.kind in ("disk", "fuse"):
             data.open = os.open(place, os.O_RDONLY | os.O_DIRECT)
         elif data.kind == "server":
             data.open = socket.create_connection(("127.0.0.1", int(place)))
@@ -84,7 +84,7 @@ def wait(data):
     elif data.kind == "fifo":
         with open(data.open, "rb", 0) as file:
             file.read()
-    elif data.kind == "disk":
+    elif data.kind in ("disk", "fuse"):
         os.preadv(data.open, [block], 4096 * random.randrange(1024))
     elif data.kind == "flock":
         fcntl.flock(data.open, fcntl.LOCK_EX)
@@ -180,13 +180,14 @@ KINDS = {
     "server": "network",
     "lock": "lock",
     "disk": "file",
+    "fuse": "file",
     "cgroup": "processor",
     "neighbour": "processor",
     "pulses": "processor",
 }
 """How a rank is slowed, and the kind that is right: its input sleeps, reads a slow pipe, waits for the lock of a file,
-for a server that answers slowly, for a thread's lock, or for a disk that reads slowly; or its process has too little of
-a processor by a quota of its cgroup, by an urgent process on its core, or by SIGSTOP and SIGCONT."""
+for a server that answers slowly, for a thread's lock, or for a disk or a FUSE folder that reads slowly; or its process
+has too little of a processor by a quota of its cgroup, by an urgent process on its core, or by SIGSTOP and SIGCONT."""
 
 CGROUPS = {kind: Path("/sys/fs/cgroup", name) for kind, name in (("cgroup", "cpu"), ("disk", "blkio"))}
 NEIGHBOUR = """
@@ -200,6 +201,20 @@ while True:
     time.sleep({idle})
 """
 """A process that needs its core more urgently than a rank."""
+
+FUSE = """
+import sys, time, mfusepy
+
+class Slow(mfusepy.Operations):
+    def getattr(self, path, fh=None):
+        return {"st_mode": 0o40755 if path == "/" else 0o100644, "st_nlink": 1, "st_size": 4096 * 1024}
+    def read(self, path, size, offset, fh):
+        time.sleep(float(sys.argv[2]))
+        return bytes(size)
+
+mfusepy.FUSE(Slow(), sys.argv[1], foreground=True)
+"""
+"""A folder whose files are read slowly."""
 
 HOSTS, NPROC = 2, 2
 PATIENCE = 30.0
@@ -286,7 +301,7 @@ def slowed(  # noqa: C901 - one small function for each way
             connection.sendall(request)
 
     pid, cgroup = job.pid(rank), CGROUPS.get(kind, Path()) / f"slowness-{os.getpid()}"
-    neighbours: list[subprocess.Popen[bytes]] = []
+    started: list[subprocess.Popen[bytes]] = []
     if kind == "fifo":
         os.mkfifo(place)
         repeat(fill)
@@ -298,6 +313,12 @@ def slowed(  # noqa: C901 - one small function for each way
         place = str(server.getsockname()[1])
     elif kind == "pulses":
         repeat(pulse)
+    elif kind == "fuse":
+        os.mkdir(place)
+        started.append(subprocess.Popen([sys.executable, "-c", FUSE, place, str(seconds)]))
+        while not os.path.ismount(place):
+            time.sleep(0.05)
+        place = f"{place}/data"
     elif kind == "disk":
         Path(place).write_bytes(os.urandom(4096 * 1024))
         os.sync()
@@ -310,7 +331,7 @@ def slowed(  # noqa: C901 - one small function for each way
         for thread in os.listdir(f"/proc/{pid}/task"):
             os.sched_setaffinity(int(thread), {0})
         command = [sys.executable, "-c", NEIGHBOUR.format(busy=seconds, idle=step)]
-        neighbours.append(subprocess.Popen(command))
+        started.append(subprocess.Popen(command))
     elif kind == "cgroup":
         cgroup.mkdir()
         used = _processor_seconds(pid)
@@ -337,9 +358,9 @@ def slowed(  # noqa: C901 - one small function for each way
             with suppress(ProcessLookupError):
                 (CGROUPS[kind] / "cgroup.procs").write_text(str(pid))
             cgroup.rmdir()
-        for neighbour in neighbours:
-            neighbour.kill()
-            neighbour.wait()
+        for process in started:  # a FUSE folder is unmounted
+            process.terminate()
+            process.wait()
         (job.folder / f"inject-{rank}").unlink(missing_ok=True)
 
 
@@ -419,6 +440,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     can = {kind: os.access(cgroup / "cgroup.procs", os.W_OK) for kind, cgroup in CGROUPS.items()}
+    can["fuse"] = importlib.util.find_spec("mfusepy") is not None and os.access("/dev/fuse", os.W_OK)
     kinds = args.kind or [kind for kind in KINDS if can.get(kind, True)]
     programs = args.program or [name for name, module in PROGRAMS.items() if importlib.util.find_spec(module)]
     choice, told = random.Random(args.seed), list[dict[str, Any]]()

@@ -27,6 +27,9 @@ _MAX_LINE = 500
 _MIN_MORE = 0.1
 """By which part of the time more than others a rank must do something for it to be the reason."""
 
+_MIN_WAIT = 0.4
+"""Which part of the time that a rank loses it must wait for a processor for that to be the reason."""
+
 
 class Kind(str, enum.Enum):
     """In what slow ranks lose the time."""
@@ -159,7 +162,7 @@ def _part(activities: Sequence[tuple[Kind, str, str]], kind: Kind) -> float:
 
 
 def _lacks_processor(suspect: Suspect, paces: Sequence[Pace]) -> bool:
-    """Return whether ranks wait longer for a processor than others, or than before, by half of what they lose."""
+    """Return whether ranks wait longer for a processor than others, or than before, by much of what they lose."""
     last, past = paces[-IN_A_ROW:], paces[:-IN_A_ROW]
 
     def waits_of(paces: Sequence[Pace], ranks: Iterable[int]) -> float:
@@ -167,7 +170,7 @@ def _lacks_processor(suspect: Suspect, paces: Sequence[Pace]) -> bool:
 
     everybody = last[-1].waits.keys()
     usual = waits_of(last, everybody - set(suspect.ranks)) if suspect.ranks else waits_of(past, everybody)
-    return waits_of(last, suspect.ranks or everybody) - usual >= suspect.share / 2
+    return waits_of(last, suspect.ranks or everybody) - usual >= _MIN_WAIT * suspect.share
 
 
 _NETWORK_CALLS = ("sendto", "recvfrom", "sendmsg", "recvmsg", "connect", "accept")
