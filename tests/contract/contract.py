@@ -15,7 +15,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, ClassVar
@@ -350,6 +350,7 @@ class Contract(Groups):
     def test_cancel_while_pending(self, place: Place) -> None:
         with place.pending() as handle:
             place.until(lambda: place.status(handle).state is AppState.PENDING, "the queue", handle)
+            _read(place, {handle: AppState.PENDING})
             place.runner.cancel(handle)
         place.wait(handle, AppState.CANCELLED)
         time.sleep(0.5)
@@ -509,22 +510,18 @@ class Contract(Groups):
 
     @pytest.mark.scenario("reading changes nothing")
     def test_reading_changes_nothing(self, place: Place) -> None:
-        if "cancel while pending" not in place.cannot:
-            with place.pending() as handle:
-                _read(place, handle, AppState.PENDING)
-                place.runner.cancel(handle)
-            place.wait(handle, AppState.CANCELLED)
-        trainer, side = (place.role("sh", "-c", "echo up; exec sleep 1000", name=name) for name in ("trainer", "side"))
-        handle = place.run(trainer)
-        place.until(lambda: place.lines(handle) == ["up\n"], "the program", handle)
-        _read(place, handle, AppState.RUNNING)
-        place.runner.cancel(handle)
-        place.wait(handle, AppState.CANCELLED)
-        _read(place, handle, AppState.CANCELLED)
-        for code, state in ((0, AppState.SUCCEEDED), (3, AppState.FAILED)):
-            handle = place.run(place.role("sh", "-c", f"exit {code}"))
+        """One that waits is read in ``test_cancel_while_pending``."""
+        running, cancelled = (place.run(place.role("sh", "-c", "echo up; exec sleep 1000")) for _ in range(2))
+        states = {cancelled: AppState.CANCELLED}
+        states[place.run(place.role("sh", "-c", "exit 0"))] = AppState.SUCCEEDED
+        states[place.run(place.role("sh", "-c", "exit 3"))] = AppState.FAILED
+        for handle in (running, cancelled):
+            place.until(lambda: place.lines(handle) == ["up\n"], "the program", handle)  # noqa: B023
+        place.runner.cancel(cancelled)
+        for handle, state in states.items():
             place.wait(handle, state)
-            _read(place, handle, state)
+        _read(place, {running: AppState.RUNNING, **states})
+        place.runner.cancel(running)
 
     @pytest.mark.scenario("ends by itself")
     @pytest.mark.parametrize("decision", ["failed", "succeeded", "lost", "failed hosts"])
@@ -811,8 +808,8 @@ def _program(place: Place, text: str) -> str:
     return place.program(_NAMES + place.hears + textwrap.dedent(text))
 
 
-def _read(place: Place, handle: str, state: AppState) -> None:
-    """Ask all that can be asked about an app, in a process that has not submitted it: everything stays as it is."""
+def _read(place: Place, states: Mapping[str, AppState]) -> None:
+    """Ask all that can be asked about apps, in a process that has not submitted them: everything stays as it is."""
     words = ("monarch", "ls", "-s", place.name)
     if is_listed := place.is_registered and not place.list_cfg:
         place.torchx(*words)  # starts the server that runs the tests' commands
@@ -820,22 +817,23 @@ def _read(place: Place, handle: str, state: AppState) -> None:
 
     def is_at_rest() -> bool:  # another job, which holds this one PENDING, may be starting
         nonlocal before
-        earlier, before = before, place.facts(handle)
+        earlier, before = before, place.facts()
         return before == earlier
 
     until(is_at_rest, "the place to come to rest", WITHIN, every=1.0)
     with place.requested_changes() as changes, Runner("torchx", place.schedulers) as reader:
-        status = reader.status(handle)
-        assert status is not None
-        assert status.state is state or (state is AppState.PENDING and not status.is_terminal())
-        assert reader.describe(handle) is not None
-        assert handle in [entry.app_handle for entry in reader.list(place.name, cfg=place.list_cfg)]
-        for role in status.roles if state is not AppState.PENDING else ():
-            list(reader.log_lines(handle, role.role, 0))
+        for handle, state in states.items():
+            status = reader.status(handle)
+            assert status is not None
+            assert status.state is state or (state is AppState.PENDING and not status.is_terminal())
+            assert reader.describe(handle) is not None
+            for role in status.roles if state is not AppState.PENDING else ():
+                list(reader.log_lines(handle, role.role, 0))
+        assert states.keys() <= {entry.app_handle for entry in reader.list(place.name, cfg=place.list_cfg)}
     assert changes == []
     if is_listed:
         place.torchx(*words)
-    until(lambda: place.facts(handle) == before, "nothing but what was there before", WITHIN)
+    until(lambda: place.facts() == before, "nothing but what was there before", WITHIN)
 
 
 def _lose(place: Place, role: Role, lost: int) -> str:

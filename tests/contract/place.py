@@ -278,7 +278,7 @@ class Place(abc.ABC):
         with Runner("torchx", self.schedulers) as runner:
             return [(entry.app_handle, entry.state) for entry in runner.list(self.name, cfg=self.list_cfg)]
 
-    def facts(self, handle: str) -> object:
+    def facts(self) -> object:
         """Return what reading must not change: by default this machine's state folder and this test's processes.
 
         The owner of an app (``schedulers.owner``) ends by itself, some seconds after the app.

@@ -58,6 +58,7 @@ class Apps(Place):
         "test_a_rank_that_others_wait_for_is_the_root_cause",
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed]",
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[lost]",
+        "test_an_app_ends_when_it_is_decided_though_nobody_looks[succeeded]",
         "test_commands_restart_as_their_policy_says[APPLICATION-starts0]",
         "test_commands_restart_as_their_policy_says[ROLE-starts1]",
         "test_a_command_has_its_arguments_and_environment[True]",

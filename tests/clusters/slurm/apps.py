@@ -68,6 +68,7 @@ class Apps(Place):
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[succeeded]",
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed hosts]",
         "test_commands_restart_as_their_policy_says[APPLICATION-starts0]",
+        "test_commands_restart_as_their_policy_says[REPLICA-starts2]",
     )
     own_bad_options = (
         ({"partitoin": "main"}, "(?s)partitoin.*partition"),
@@ -85,7 +86,7 @@ class Apps(Place):
         self.cluster = cluster
         super().__init__(folder)
 
-    def facts(self, handle: str) -> object:
+    def facts(self) -> object:
         """Return nothing: batch steps and tasks write of themselves."""
         return ()
 

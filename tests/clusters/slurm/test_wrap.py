@@ -54,7 +54,7 @@ class SlurmPlace(Place):
         "test_a_failing_rank_is_the_root_cause",
         "test_ranks_are_looked_at_and_debugged",
         "function on hosts that stay",
-        "test_a_command_is_told_of_the_end[0]",
+        "command at the end",
         "describe gives the original app",
     )
     cannot = {name: reason for name, reason in CANNOT.items() if not name.startswith("missing")} | {

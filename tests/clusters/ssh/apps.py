@@ -58,8 +58,11 @@ class Apps(QueuePlace):
         "test_delete_leaves_nothing[1000]",
         "test_describe_gives_the_original_app[1]",
         "test_exit_code_78_asks_for_no_restart",
-        "test_a_group_restarts_alone_and_may_be_lost[3]",
-        "test_a_command_is_told_of_the_end[0]",
+        "test_a_group_restarts_alone_and_may_be_lost",
+        "command at the end",
+        "elastic role",
+        "function on hosts that stay",
+        "test_ranks_are_looked_at_and_debugged",
         "test_a_rank_that_others_wait_for_is_the_root_cause",
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed]",
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed hosts]",
@@ -77,10 +80,10 @@ class Apps(QueuePlace):
         folder.mkdir()
         super().__init__(folder)
 
-    def facts(self, handle: str) -> object:
-        """Return the files and processes of the app's machines as well."""
+    def facts(self) -> object:
+        """Return the files and processes of the machines as well."""
         every = [tree(machine.path(STATE) / "apps") for machine in self.machines]
-        return super().facts(handle), every, self.running()
+        return super().facts(), every, self.running()
 
     def is_read(self, *request: Any) -> bool:
         """Return whether an order changes nothing."""
