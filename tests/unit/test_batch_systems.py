@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,8 +14,10 @@ from pathlib import Path
 import pytest
 from torchx.specs import AppDef, Role
 
+from tests.waits import WITHIN
+from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.batch.backend import Job
-from torchx_monarch.backends.batch.folder import JobFolder
+from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder
 from torchx_monarch.backends.batch.htcondor import HTCondorBackend
 from torchx_monarch.backends.batch.lsf import LsfBackend
 from torchx_monarch.backends.batch.options import AccountOpts, BatchOpts, time_limit
@@ -25,7 +29,8 @@ from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local.supervision import RoleRecord, SupervisorRecord
+from torchx_monarch.backends.local.supervision import RoleRecord, RoleRequest, SupervisorRecord
+from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.replica import ReplicaRecord
@@ -171,6 +176,17 @@ def test_a_job_that_cannot_be_taken_back_is_named(
     with pytest.raises(BackendError, match="qsub refuses"):
         backend.submit(backend.render(app, submitted, PbsOpts()), submitted, "")
     assert "not cancelled, to be done by `qdel 8`: qdel refuses: the server is busy" in caplog.text
+
+
+def test_the_command_at_the_end_is_told_what_was_slow(pbs_app: JobFolder, tmp_path: Path) -> None:
+    spec = RoleSpec("r", on_end=f"cat >{tmp_path}/end.json")
+    request = BatchRequest("app", pbs_app.root, [RoleRequest(spec, ["false"], {}, "/")], [])
+    PbsBackend().fill_folder(pbs_app, request)
+    events.append(pbs_app.events, "slow", "rank 1 is slow")
+    words = [sys.executable, "-I", "-S", entrypoint.__file__, "batch.task", pbs_app.root, "0", "0"]
+    assert subprocess.run(words, check=False, timeout=WITHIN).returncode == 1
+    end = json.loads((tmp_path / "end.json").read_text())
+    assert (end["state"], end["exit_code"], end["restarts"], end["slow"]) == ("FAILED", 1, 0, "rank 1 is slow")
 
 
 def test_lsf(monkeypatch: pytest.MonkeyPatch) -> None:

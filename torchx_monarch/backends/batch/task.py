@@ -18,11 +18,10 @@ from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder, R, Rep
 from torchx_monarch.backends.batch.snapshot import QueuedJob, read_app
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import AppSnapshot
-from torchx_monarch.backends.core.state import SETTLE, count_restarts, pending_stop, reduce
+from torchx_monarch.backends.core.state import SETTLE, pending_stop, reduce
 from torchx_monarch.backends.local.supervision import SupervisorRecord, SupervisorRequest
 from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
-from torchx_monarch.insight.job_end import JobEnd
 from torchx_monarch.model.env_names import RANK0_HOST, replica0_variable
 from torchx_monarch.model.job_result import shell_code
 from torchx_monarch.model.state import State
@@ -46,14 +45,14 @@ class _TaskLoop(SupervisorLoop):
             self._on_cancel()
         super()._on_signals(numbers.replace(bytes([signal.SIGTERM]), b""))
 
-    def _job_end(self, exit_code: int | None) -> JobEnd | None:
-        """Return how the job has ended, if the records of all tasks decide that, and no other task has told it."""
+    def _ended_app(self) -> AppSnapshot | None:
+        """Return the app, if the records of all tasks decide its end, and no other task has told it."""
         assert isinstance(self._paths, ReplicaFolder)
         job = self._paths.job
         happened = events.read(job.events, below=job.trusted)[0]
         app = replace(_read_app(job, read_request_or_exit(BatchRequest, job), self._record.app_id), events=happened)
-        found = reduce(app)
-        if found.outcome is None:
+        outcome = reduce(app).outcome
+        if outcome is None:
             return None
         try:
             os.close(safe_files.open_file(os.path.join(job.root, "on_end"), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -61,16 +60,7 @@ class _TaskLoop(SupervisorLoop):
             return None
         except OSError:  # a full disk: rather twice than never
             pass
-        return JobEnd(
-            id=app.app_id,
-            name=app.name,
-            state=found.outcome.state,
-            message=found.outcome.message,
-            exit_code=exit_code,  # of this task: the first that has failed, or the last that has succeeded
-            started=app.started,
-            ended=time.time(),
-            restarts=count_restarts(app),
-        )
+        return replace(app, native=replace(outcome, time=time.time()))
 
 
 def _read_app(job: JobFolder, stored: BatchRequest, app_id: str) -> AppSnapshot:
@@ -121,11 +111,8 @@ def main(folder: str, role: str, number: str) -> int:
     os.makedirs(paths.root, mode=0o700, exist_ok=True)
     given_id = os.environ.pop(APP_ID, "")
     app_id = given_id or job.app_id
-    only = replace(
-        stored.roles[int(role)],
-        spec=replace(spec.alone(), on_end=stored.roles[0].spec.on_end),
-        first=replica,
-    )
+    on_end = "" if given_id else stored.roles[0].spec.on_end  # else the batch step runs it
+    only = replace(stored.roles[int(role)], spec=replace(spec.alone(), on_end=on_end), first=replica)
     marker = f"{app_id}:{os.path.basename(stored.folder)}"
     run_dir = run_dirs.new_run_dir()
     request = SupervisorRequest(app_id, stored.name, [only], stored.grace, run_dir, marker, networked=True)

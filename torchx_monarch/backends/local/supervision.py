@@ -20,7 +20,9 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.core.snapshot import Outcome, ReplicaSnapshot
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot
+from torchx_monarch.backends.core.state import count_restarts
+from torchx_monarch.insight import events
 from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.env_names import RANK0_HOST
 from torchx_monarch.model.role_spec import RoleSpec
@@ -222,3 +224,21 @@ class SupervisorRecord:
 
     def _write_into_reserve(self, paths: state_files.SupervisorPaths) -> None:
         safe_files.write_into_reserve(paths.reserve, paths.status, json.dumps(asdict(self)).encode())
+
+
+def run_on_end(
+    command: str, app: AppSnapshot, exit_code: int | None, record: SupervisorRecord, paths: state_files.SupervisorPaths
+) -> None:
+    """Run the user's command for the end of an app, which ``native`` tells; add to the record that it has failed."""
+    from torchx_monarch.insight.job_end import JobEnd  # here: their imports would delay the replicas
+    from torchx_monarch.insight.timeline import last_slow
+
+    outcome, restarts, slow = app.native, count_restarts(app), last_slow(app.events)
+    assert outcome is not None
+    state, message = outcome.state, outcome.message
+    end = JobEnd(app.app_id, app.name, state, message, exit_code, app.started or None, outcome.time, restarts, slow)
+    if failure := end.run(command, os.environ):
+        events.append(paths.events, "on_end", failure)
+        record.msg = "; ".join(filter(None, (record.msg, failure)))
+        with contextlib.suppress(OSError):  # a full disk
+            state_files.write_json(paths.status, asdict(record))

@@ -24,7 +24,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import IO, ClassVar, cast
 
 from torchx_monarch.backends.core import state_files
@@ -32,9 +32,8 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnap
 from torchx_monarch.backends.core.state import MAX_HOST_DELAY, SETTLE, count_restarts, reduce
 from torchx_monarch.backends.local import folder, gpus
 from torchx_monarch.backends.local.machine_queue import POLL, MachineQueue, Ticket
-from torchx_monarch.backends.local.supervision import SupervisorRecord, SupervisorRequest
+from torchx_monarch.backends.local.supervision import SupervisorRecord, SupervisorRequest, run_on_end
 from torchx_monarch.insight import events
-from torchx_monarch.insight.job_end import JobEnd
 from torchx_monarch.model import backoff, job_result
 from torchx_monarch.model.env_names import RANK0_HOST
 from torchx_monarch.model.role_spec import RetryPolicy, WorkloadKind
@@ -431,32 +430,22 @@ class SupervisorLoop:
 
     def _run_on_end(self, exit_code: int | None) -> None:
         """Run the user's command for the end of the job, if that has ended."""
-        record, command = self._record, self._request.roles[0].spec.on_end
-        end = self._job_end(exit_code) if command else None
-        if end is not None and (failure := end.run(command, os.environ)):
-            self._event("on_end", failure)
-            record.msg = "; ".join(filter(None, (record.msg, failure)))
-            with contextlib.suppress(OSError):
-                state_files.write_json(self._paths.status, asdict(record))
+        command = self._request.roles[0].spec.on_end
+        if command and (app := self._ended_app()):
+            run_on_end(command, app, exit_code, self._record, self._paths)
 
-    def _job_end(self, exit_code: int | None) -> JobEnd | None:
-        """Return how the job has ended; None if another supervisor tells that: the one of replica 0."""
+    def _ended_app(self) -> AppSnapshot | None:
+        """Return the app, which has ended; None if another supervisor tells that: the one of replica 0."""
         record = self._record
         if self._request.roles[0].first:
             return None
         # Without one supervisor for all replicas, those that are left of a failed job are stopped on request.
         asked = self._paths.load_ending() if record.state is State.CANCELLED else None
-        from torchx_monarch.insight import timeline  # here: its imports take a while
-
-        happened = events.read(self._paths.events, below=self._paths.trusted)[0]
-        return JobEnd(
-            id=self._request.job_id or record.app_id,
-            name=record.name,
-            state=asked.state if asked else record.state,
-            message=record.msg,
-            exit_code=exit_code,
-            started=record.started,
-            ended=record.ended or 0.0,
-            restarts=record.restarts + timeline.count_rank_restarts(happened),
-            slow=timeline.last_slow(happened),
+        return replace(
+            self._snapshot(),
+            app_id=self._request.job_id or record.app_id,
+            started=record.started or 0.0,
+            restarts=record.restarts,
+            events=events.read(self._paths.events, below=self._paths.trusted)[0],
+            native=Outcome(asked.state if asked else record.state, record.msg, time=record.ended or 0.0),
         )

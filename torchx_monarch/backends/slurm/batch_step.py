@@ -20,8 +20,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torchx_monarch.backends import entrypoint
@@ -30,8 +30,8 @@ from torchx_monarch.backends.batch.snapshot import QueuedJob, read_app, read_rep
 from torchx_monarch.backends.batch.task import APP_ID, read_request_or_exit
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
-from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, count_restarts, pending_stop, reduce
-from torchx_monarch.backends.local.supervision import RoleRequest, SupervisorRecord
+from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, pending_stop, reduce
+from torchx_monarch.backends.local.supervision import RoleRequest, SupervisorRecord, run_on_end
 from torchx_monarch.insight import events
 from torchx_monarch.model.env_names import replica0_variable
 from torchx_monarch.model.host_result import HostResult
@@ -90,12 +90,10 @@ class SlurmRequest(BatchRequest):
 
     Attributes:
         requeue: whether Slurm may restart the job after a lost node or a preemption.
-        on_end: the command that the batch step runs when the job has ended; empty for none.
     """
 
     roles: list[SlurmRole]  # type: ignore[assignment]
     requeue: bool = False
-    on_end: str = ""
 
     @property
     def script(self) -> str:
@@ -212,14 +210,13 @@ class BatchStep:
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
-    def _snapshot(self, happened: Sequence[events.Event] = ()) -> AppSnapshot:
+    def _snapshot(self) -> AppSnapshot:
         roles, jobs = self._request.roles, []
         for index, role in enumerate(roles):
             runs = index in self._steps.values()
             jobs.append([QueuedJob(State.RUNNING if runs else State.FAILED, self._failure(index))] * role.spec.replicas)
         specs, ending = [role.spec for role in roles], self._folder.load_ending()
-        name = self._request.name
-        return read_app(self._record.app_id, name, self._folder, specs, jobs, ending, events=happened)
+        return read_app(self._record.app_id, self._request.name, self._folder, specs, jobs, ending)
 
     def _failure(self, index: int) -> str:
         """Return why no task of a role has started; empty if one has, or its step runs."""
@@ -299,26 +296,12 @@ class BatchStep:
         else:
             self._event("ended", f"{state}: {message}" if message else str(state))
         self._write(is_last=True)
-        if self._request.on_end and not is_outside:
-            from torchx_monarch.insight.job_end import JobEnd  # imported late: its imports would delay the steps
-            from torchx_monarch.insight.timeline import last_slow
-
+        command = self._request.roles[0].spec.on_end
+        if command and not is_outside:
             happened = events.read(self._folder.events, below=self._folder.trusted)[0]
-            end = JobEnd(
-                id=self._record.app_id,
-                name=self._request.name,
-                state=state,
-                message=message,
-                exit_code=code,
-                started=self._record.started,
-                ended=self._record.ended,
-                restarts=count_restarts(self._snapshot(happened)),
-                slow=last_slow(happened),
-            )
-            if failure := end.run(self._request.on_end, os.environ):
-                self._event("on_end", failure)
-                self._record.msg = "; ".join(filter(None, (message, failure)))
-                self._write()
+            outcome, started = Outcome(state, message, time=self._record.ended), self._record.started or 0.0
+            app = replace(self._snapshot(), events=happened, started=started, native=outcome)
+            run_on_end(command, app, code, self._record, self._folder)
         return code
 
     def _write(self, *, is_last: bool = False) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torchx.schedulers.devices import get_device_mounts
 from torchx.specs import AppDef, BindMount, DeviceMount, Role
@@ -89,7 +89,7 @@ def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) 
     requeue = any(role.max_retries for role in app.roles) if options.requeue is None else options.requeue
     roles = []
     for role, spec in zip(app.roles, submitted.roles, strict=True):
-        roles.append(_role(role, replace(spec, on_end=""), _gres(role, app, options), options, path))
+        roles.append(_role(role, spec, _gres(role, app, options), options, path))
     request = SlurmRequest(
         name=app.name,
         folder=path,
@@ -97,7 +97,6 @@ def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) 
         commands=[],
         grace=float(options.grace),
         requeue=requeue,
-        on_end=options.on_end,
     )
     components = [shared] if (shared := _share_allocation(roles)) else [role.sbatch for role in roles]
     job_options = _job_options(app, options, path, requeue)
