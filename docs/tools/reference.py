@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torchx.schedulers.api import StructuredOpts
+
 import components
 from torchx_monarch.backends.aws_batch.request import AWSBatchOpts
 from torchx_monarch.backends.batch.options import AccountOpts, BatchOpts
 from torchx_monarch.backends.batch.pbs import PbsOpts
 from torchx_monarch.backends.batch.sge import SgeOpts
-from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, run_options
+from torchx_monarch.backends.core.options import AvoidOpts, MonarchOpts, NetworkOpts, run_options
 from torchx_monarch.backends.docker.request import DockerOpts
 from torchx_monarch.backends.kubernetes.request import KubernetesOpts
 from torchx_monarch.backends.local.backend import LocalOpts
@@ -33,21 +35,22 @@ _Row = TypeVar("_Row", bound=tuple[str, ...])
 
 FOLDER = Path(__file__).resolve().parents[1] / "reference"
 
-_OPTIONS: dict[str, tuple[type[MonarchOpts], type[MonarchOpts] | None]] = {
-    "Every backend": (MonarchOpts, None),
+_OPTIONS: dict[str, tuple[type[StructuredOpts], ...]] = {
+    "Every backend": (MonarchOpts,),
     "Every backend but monarch_local": (NetworkOpts, MonarchOpts),
     "monarch_local": (LocalOpts, MonarchOpts),
     "monarch_docker": (DockerOpts, NetworkOpts),
     "monarch_htcondor and all other batch systems": (AccountOpts, NetworkOpts),
-    "monarch_slurm": (SlurmOpts, AccountOpts),
-    "monarch_pbs": (PbsOpts, AccountOpts),
-    "monarch_lsf": (BatchOpts, AccountOpts),
-    "monarch_sge": (SgeOpts, AccountOpts),
-    "monarch_ssh": (SshOpts, NetworkOpts),
+    "monarch_lsf, monarch_sge, monarch_pbs": (BatchOpts, AccountOpts),
+    "monarch_slurm, monarch_lsf, monarch_sge, monarch_htcondor, monarch_ssh": (AvoidOpts,),
+    "monarch_slurm": (SlurmOpts, AccountOpts, AvoidOpts),
+    "monarch_pbs": (PbsOpts, BatchOpts),
+    "monarch_sge": (SgeOpts, BatchOpts, AvoidOpts),
+    "monarch_ssh": (SshOpts, NetworkOpts, AvoidOpts),
     "monarch_kubernetes": (KubernetesOpts, NetworkOpts),
     "monarch_aws_batch": (AWSBatchOpts, NetworkOpts),
 }
-"""Title of each table, its options, and the options that an earlier table has."""
+"""Title of each table, its options, and the options that earlier tables have."""
 
 
 def options_page() -> str:
@@ -60,8 +63,8 @@ def options_page() -> str:
             "monarch_slurm` prints those of one backend. Unknown names are refused."
         ),
     ]
-    for title, (kind, base) in _OPTIONS.items():
-        known = {name for name, _ in run_options(base)} if base else set()
+    for title, (kind, *bases) in _OPTIONS.items():
+        known = {name for base in bases for name, _ in run_options(base)}
         rows = [
             (f"`{name}`{', required' if option.is_required else ''}", _meaning(option.help, option.default))
             for name, option in run_options(kind)

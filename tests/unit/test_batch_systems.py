@@ -18,9 +18,9 @@ from tests.waits import WITHIN
 from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.batch.backend import Job
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder
-from torchx_monarch.backends.batch.htcondor import HTCondorBackend
-from torchx_monarch.backends.batch.lsf import LsfBackend
-from torchx_monarch.backends.batch.options import AccountOpts, BatchOpts, time_limit
+from torchx_monarch.backends.batch.htcondor import HTCondorBackend, HTCondorOpts
+from torchx_monarch.backends.batch.lsf import LsfBackend, LsfOpts
+from torchx_monarch.backends.batch.options import time_limit
 from torchx_monarch.backends.batch.pbs import PbsBackend, PbsOpts
 from torchx_monarch.backends.batch.sge import SgeBackend, SgeOpts
 from torchx_monarch.backends.batch.snapshot import QueuedJob
@@ -190,7 +190,7 @@ def test_the_command_at_the_end_is_told_what_was_slow(pbs_app: JobFolder, tmp_pa
 
 
 def test_lsf(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert LsfBackend().submit_command(JOB, BatchOpts(queue="normal", time="90:30", account="proj")) == [
+    assert LsfBackend().submit_command(JOB, LsfOpts(queue="normal", time="90:30", account="proj")) == [
         *("bsub", "-J", "m-x-0[1-2]", "-o", "/jobs/x/job.log", "-q", "normal", "-n", "4", "-R", "span[hosts=1]"),
         *("-R", "rusage[mem=1000MB]", "-gpu", "num=8", "-W", "1:31", "-P", "proj", "-x", "more"),
         "'/a b/python' 'it'\"'\"'s' '\"$HOME\"'",
@@ -240,7 +240,7 @@ def test_lsf_has_a_code_for_an_empty_queue(monkeypatch: pytest.MonkeyPatch, mess
 
 
 def test_htcondor(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = AccountOpts(time="90", account="group_physics.proj")
+    options = HTCondorOpts(time="90", account="group_physics.proj")
     command = HTCondorBackend().submit_command(JOB._replace(submit_args=["hold=True"]), options)
     assert command[:2] == ["condor_submit", "-terse"] and command[-3:] == ["hold=True", "-queue", "2"]
     settings = dict(word.split("=", 1) for word in command[2:-2])

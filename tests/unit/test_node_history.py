@@ -15,7 +15,7 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.insight.timeline import build
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
-from torchx_monarch.schedulers import monarch_slurm, monarch_ssh
+from torchx_monarch.schedulers import monarch_htcondor, monarch_lsf, monarch_sge, monarch_slurm, monarch_ssh
 from torchx_monarch.schedulers.node_history import JobOnNodes, read_history
 
 DAY = 86400.0
@@ -31,17 +31,19 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (3, {"a": {}, "b": {"failed_alone": 2}, "c": {}}),
         (2, {"a": {}, "b": {}, "c": {"slow": 1}}),
         (1, {"b": {"failed_alone": 1, "slow": 3}}),
+        *((1, {"e.example": {"lost": 1}}) for _ in range(2)),
         (100, {"a": {"lost": 1}}),
     ]
-    for scheduler in ("monarch_slurm", "monarch_ssh"):
+    for scheduler in ("monarch_slurm", "monarch_ssh", "monarch_lsf", "monarch_sge", "monarch_htcondor"):
         for number, (days, nodes) in enumerate(jobs):
             StoredApps(JobOnNodes, "nodes", scheduler).store(str(number), JobOnNodes(time.time() - days * DAY, nodes))
 
 
 def test_what_was_met_on_each_machine() -> None:
     met = {node.node: node for node in read_history("monarch_slurm")}
-    assert [*met] == ["b", "d", "c", "a"]  # the record of a job that ended too long ago is gone
-    assert [(node.jobs, node.is_bad) for node in met.values()] == [(8, True), (7, False), (2, False), (2, False)]
+    assert [*met] == ["b", "d", "e.example", "c", "a"]  # the record of a job that ended too long ago is gone
+    assert [node.jobs for node in met.values()] == [8, 7, 2, 2, 2]
+    assert [node.node for node in met.values() if node.is_bad] == ["b", "e.example"]
     assert met["b"].faults == {"lost": 5, "failed_alone": 3, "slow": 3}
     assert met["b"].in_jobs == {"lost": 5, "failed_alone": 2, "slow": 1}
     assert met["b"].last > met["c"].last > 0.0 == met["a"].last
@@ -54,7 +56,18 @@ def test_machines_that_are_known_to_be_bad_are_left_out_on_request(avoid: bool) 
     app = AppDef("app", [Role("trainer", "", entrypoint="torchrun", args=words, num_replicas=2)])
     cfg: dict[str, Any] = {"avoid_known_bad": avoid}
     request = runner.dryrun(app, "monarch_slurm", cfg={**cfg, "exclude_nodes": "n7"}).request
-    assert f"--exclude=n7{',b' * avoid}" in request.commands[0]
+    assert f"--exclude=n7{',b,e.example' * avoid}" in request.commands[0]
+    commands = [
+        Runner("torchx", {name: factory}).dryrun(app, name, cfg=cfg).request.commands[0]
+        for name, factory in {
+            "monarch_lsf": monarch_lsf,
+            "monarch_sge": monarch_sge,
+            "monarch_htcondor": monarch_htcondor,
+        }.items()
+    ]
+    words = ["select[hname!='b' && hname!='e.example']", "hostname=!(b|b.*|e|e.*)"]
+    words.append('requirements=!stringListIMember(split(Machine,".")[0],"b,e")')
+    assert [word in command for word, command in zip(words, commands, strict=True)] == [avoid] * 3
     layout = runner.dryrun(app, "monarch_ssh", cfg={**cfg, "hosts": ["me@a", "b", "c:2222"]}).request.layout
     assert layout.machines == [["me@a", "c:2222" if avoid else "b"]]
     if avoid:

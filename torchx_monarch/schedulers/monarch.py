@@ -151,7 +151,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         options = self._options(cfg)
         if isinstance(options, AvoidOpts) and options.avoid_known_bad and (nodes := known_bad(self.backend, self.apps)):
             _log.warning("avoid_known_bad leaves out %s: `torchx monarch nodes` says why", ", ".join(nodes))
-            options.leave_out(nodes)
+            options.left_out = nodes
         images = name_images(self.inner.workspace, app, options)
         rewritten = self._rewrite(app, options, cfg)
         _warn_of_unused_torchrun(app)

@@ -6,21 +6,28 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torchx_monarch.backends.batch.backend import BatchBackend, Job
-from torchx_monarch.backends.batch.options import AccountOpts, time_limit
+from torchx_monarch.backends.batch.options import AccountOpts, short_names, time_limit
 from torchx_monarch.backends.batch.snapshot import QueuedJob
+from torchx_monarch.backends.core.options import AvoidOpts
 from torchx_monarch.model.state import State
 
 
-class HTCondorBackend(BatchBackend[AccountOpts]):
+@dataclass
+class HTCondorOpts(AvoidOpts, AccountOpts):
+    """Run options of monarch_htcondor."""
+
+
+class HTCondorBackend(BatchBackend[HTCondorOpts]):
     """HTCondor's commands."""
 
-    options, name, install = AccountOpts, "htcondor", "HTCondor's commands (Debian 13: htcondor)"
+    options, name, install = HTCondorOpts, "htcondor", "HTCondor's commands (Debian 13: htcondor)"
     array, cancel_command = "CONDOR_PROCESS", ("condor_rm",)
     job_id, unknown_job = r"(\d+)\.\d+ - ", "(?i)not found|couldn't find|no jobs"
 
-    def submit_command(self, job: Job, options: AccountOpts) -> Sequence[str]:
+    def submit_command(self, job: Job, options: HTCondorOpts) -> Sequence[str]:
         log = f"{job.output}.$(ProcId)"
         words = [f"batch_name={job.name}", f"executable={job.words[0]}", f"arguments={_quoted(job.words[1:])}"]
         # Without transfer of files only machines of the submitting one's FILESYSTEM_DOMAIN get the job.
@@ -28,6 +35,8 @@ class HTCondorBackend(BatchBackend[AccountOpts]):
         words += ["getenv=True", f'environment="{self.array}=$(ProcId)"']
         words += [f"allowed_job_duration={time_limit(options.time)}"] if options.time else []
         words += [f"accounting_group={options.account}"] if options.account else []
+        others = ",".join(short_names(options.left_out))
+        words += [f'requirements=!stringListIMember(split(Machine,".")[0],"{others}")'] if others else []
         amounts = {"cpus": job.cpu, "memory": job.memory, "gpus": job.gpu}
         words += [f"request_{name}={amount}" for name, amount in amounts.items() if amount]
         return ["condor_submit", "-terse", *words, *job.submit_args, "-queue", str(job.tasks)]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torchx_monarch.backends.core.errors import UserError
@@ -56,6 +57,11 @@ def time_limit(text: str) -> int:
         if seconds:
             return seconds
     raise UserError(f"Run option `time` is {text}; it is {_FORMATS}")
+
+
+def short_names(nodes: Iterable[str]) -> list[str]:
+    """Return the names of machines without their domains, which a batch system may know or not."""
+    return [node.partition(".")[0] for node in nodes]
 
 
 def clock(seconds: int) -> str:

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchx_monarch.backends.batch.backend import BatchBackend, Job
-from torchx_monarch.backends.batch.options import BatchOpts, clock, time_limit
+from torchx_monarch.backends.batch.options import BatchOpts, clock, short_names, time_limit
 from torchx_monarch.backends.batch.snapshot import QueuedJob
+from torchx_monarch.backends.core.options import AvoidOpts
 from torchx_monarch.model.state import State
 
 
 @dataclass
-class SgeOpts(BatchOpts):
+class SgeOpts(AvoidOpts, BatchOpts):
     """Run options of monarch_sge."""
 
     parallel_environment: str = "smp"
@@ -39,6 +40,8 @@ class SgeBackend(BatchBackend[SgeOpts]):
         words += ["-wd", os.path.dirname(job.output), "-j", "y", "-o", job.output]
         words += ["-q", options.queue] if options.queue else []
         words += ["-l", f"h_rt={clock(time_limit(options.time))}"] if options.time else []
+        others = "|".join(f"{name}|{name}.*" for name in short_names(options.left_out))
+        words += ["-l", f"hostname=!({others})"] if others else []
         words += ["-P", options.account] if options.account else []
         words += ["-pe", options.parallel_environment, str(job.cpu)] if job.cpu > 1 else []
         words += ["-l", f"{options.memory_resource}={job.memory}M"] if job.memory and options.memory_resource else []

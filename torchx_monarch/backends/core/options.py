@@ -146,9 +146,9 @@ class AvoidOpts(StructuredOpts):  # type: ignore[misc]
     """Use no machine on which two of your last five jobs have lost a host, failed alone or been slow
     (`torchx monarch nodes`)."""
 
-    def leave_out(self, nodes: Sequence[str]) -> None:
-        """Change the options so that the job uses none of these machines."""
-        raise NotImplementedError
+    def __post_init__(self) -> None:
+        self.left_out: Sequence[str] = ()
+        """The names of these machines."""
 
 
 def check_queue(options: QueueOpts) -> None:
@@ -160,7 +160,7 @@ def check_queue(options: QueueOpts) -> None:
         raise UserError("Run options `gpus` and `slots` exclude each other: a job waits for one of them")
 
 
-def run_options(kind: type[MonarchOpts]) -> runopts:
+def run_options(kind: type[StructuredOpts]) -> runopts:
     """Return a copy of ``kind.as_runopts()``, with the help texts of inherited options, which TorchX leaves out.
 
     The result is cached: TorchX parses the source text of the class, and one submission asks a dozen times.

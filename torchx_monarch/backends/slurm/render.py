@@ -80,9 +80,6 @@ class SlurmOpts(AvoidOpts, AccountOpts):
     """`B:TERM@SECONDS`: stop the job, as its time limit or a preemption nears, so many seconds before; with requeue it
     then goes back into the queue."""
 
-    def leave_out(self, nodes: Sequence[str]) -> None:
-        self.exclude_nodes = "+".join([*filter(None, [self.exclude_nodes]), *nodes])
-
 
 def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) -> SlurmRequest:
     """Return the request for an app; ``path`` is the job's folder."""
@@ -148,8 +145,8 @@ def _job_options(app: AppDef, cfg: SlurmOpts, path: str, requeue: bool) -> dict[
     }
     given = {name: getattr(cfg, name.replace("-", "_")) for name in _SBATCH.split()}
     options.update({name: str(value) for name, value in given.items() if value is not None})
-    if cfg.exclude_nodes:
-        options["exclude"] = cfg.exclude_nodes.replace("+", ",")
+    if excluded := [*filter(None, (cfg.exclude_nodes or "").split("+")), *cfg.left_out]:
+        options["exclude"] = ",".join(excluded)
     if cfg.exclusive:
         options["exclusive"] = None
     return options

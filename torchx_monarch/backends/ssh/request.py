@@ -37,9 +37,6 @@ class SshOpts(QueueOpts, AvoidOpts, NetworkOpts):
     """Shell commands that each machine runs before Python, such as `source env.sh`; what they export is the environment
     of the replicas."""
 
-    def leave_out(self, nodes: Sequence[str]) -> None:
-        self.hosts = [name for name in parse_hosts(self.hosts) if ssh_arguments(name)[-1] not in nodes]
-
 
 @dataclass
 class SshRequest:
@@ -107,7 +104,7 @@ def parse_hosts(hosts: Sequence[str] | None) -> list[str]:
 
 def render(app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest:
     """Return the request that runs an app."""
-    hosts = parse_hosts(options.hosts)
+    hosts = [name for name in parse_hosts(options.hosts) if ssh_arguments(name)[-1] not in options.left_out]
     if not hosts:
         raise UserError("name the machines: -cfg hosts='alice@a;b;10.0.0.3:2222', or hosts=@FILE with one on each line")
     layout = Layout(_machines_of_roles(app, submitted.roles, hosts), options.python, options.setup)
