@@ -16,6 +16,7 @@ import pytest
 from tests.waits import WITHIN
 from torchx_monarch.backends.core import state_files, stored_apps
 from torchx_monarch.backends.core.apps import Apps
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli import exec as exec_command
 from torchx_monarch.cli import exit_codes, ls, main
 from torchx_monarch.cli.arguments import resolve, since, unknown
@@ -146,6 +147,17 @@ def test_a_list_shows_what_was_read_when_its_time_is_up() -> None:
     found = run_groups({"slow": jobs}, 0.2)
     ended.set()
     assert found["slow"][0] == [1] and "no answer in 0.2 s" in found["slow"][1]
+
+
+@pytest.mark.parametrize("words", [["nodes"], ["prune", "--larger", "0"]], ids=["nodes", "prune"])
+def test_a_scheduler_that_cannot_be_used_is_left_out(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    stored_apps.credentials("corp").store("7", stored_apps.StoredCredentials("secret", {}))
+    name, *options = words
+    main.add_arguments(name, parser := argparse.ArgumentParser())
+    main.load(name).run(parser.parse_args(options))
+    assert "corp is left out: there is no scheduler corp" in capsys.readouterr().err
+    with pytest.raises(UserError, match="there is no scheduler monarch_slrum. Did you mean monarch_slurm"):
+        main.load(name).run(parser.parse_args([*options, "-s", "monarch_slrum"]))
 
 
 def test_the_newest_apps_are_first(apps: None) -> None:

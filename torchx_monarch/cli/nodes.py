@@ -6,14 +6,11 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from torchx_monarch.backends.core.errors import BackendError
+from torchx_monarch.cli.ls import used_schedulers
 from torchx_monarch.cli.output import print_json, print_table
 from torchx_monarch.cli.status import show_when
 from torchx_monarch.client.hosts import say
-from torchx_monarch.schedulers.monarch import opened
 from torchx_monarch.schedulers.node_history import FAULTS, NodeHistory, read_history, record_jobs
-from torchx_monarch.schedulers.recorded_apps import recorded_apps
-from torchx_monarch.system.untrusted_text import one_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,13 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print a table of the machines where jobs have met something; as JSON of all."""
-    schedulers = [args.scheduler] if args.scheduler else sorted({app.scheduler for app in recorded_apps()})
-    for name in schedulers:
-        try:
-            with opened(name) as scheduler:
-                record_jobs(name, scheduler.apps)
-        except BackendError as error:
-            say(f"{name}: the last jobs are left out: {one_line(str(error), 160)}")
+    for name, scheduler in used_schedulers(args.scheduler):
+        record_jobs(name, scheduler.apps)
     nodes = read_history(args.scheduler)
     if args.json:
         print_json([asdict(node) for node in nodes])

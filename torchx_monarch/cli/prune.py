@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import os
 import time
 from typing import Any
 
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.cli.arguments import since
+from torchx_monarch.cli.ls import used_schedulers
 from torchx_monarch.cli.output import print_json, print_table
 from torchx_monarch.cli.top import show_bytes
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.model.host_spec import parse_size
 from torchx_monarch.schedulers.job_status import build
-from torchx_monarch.schedulers.monarch import MonarchScheduler, opened
+from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.schedulers.recorded_apps import RecordedApp, recorded_apps
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -40,16 +40,15 @@ def run(args: argparse.Namespace) -> None:
     if args.older is None and args.larger is None:
         raise UserError("nothing says which jobs: use --older AGE, --larger SIZE, or both")
     removed: list[dict[str, Any]] = []
-    for name, apps in itertools.groupby(sorted(recorded_apps(), key=_scheduler), _scheduler):
-        if args.scheduler in (None, name):
-            with opened(name) as scheduler:
-                for app in apps:
-                    try:
-                        if job := _chosen(scheduler, app, args):
-                            scheduler.delete(app.app_id)
-                            removed.append(job)
-                    except BackendError as error:
-                        say(f"{app.handle} stays: {one_line(str(error), 300)}")
+    apps = recorded_apps()
+    for name, scheduler in used_schedulers(args.scheduler):
+        for app in apps:
+            try:
+                if app.scheduler == name and (job := _chosen(scheduler, app, args)):
+                    scheduler.delete(app.app_id)
+                    removed.append(job)
+            except BackendError as error:
+                say(f"{app.handle} stays: {one_line(str(error), 300)}")
     if args.json:
         print_json(removed)
         return
@@ -59,10 +58,6 @@ def run(args: argparse.Namespace) -> None:
         print_table(["REMOVED", "ENDED AGO", "SIZE"], rows)
     jobs = f"{len(removed)} job{'' if len(removed) == 1 else 's'}"
     say(f"removed {jobs}: {show_bytes(sum(job['bytes'] for job in removed))}")
-
-
-def _scheduler(app: RecordedApp) -> str:
-    return app.scheduler
 
 
 def _chosen(scheduler: MonarchScheduler, app: RecordedApp, args: argparse.Namespace) -> dict[str, Any] | None:
