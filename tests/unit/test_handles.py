@@ -130,7 +130,8 @@ def test_a_list_reads_the_jobs_that_it_shows_and_no_others(
     monkeypatch.setattr(Apps, "read", lambda _, app_id, **__: read.append(app_id))
     parser = argparse.ArgumentParser()
     main.add_arguments("ls", parser)
-    for options, shown in ([], 50), (["-s", "monarch_local", "-n", "2"], 2), (["--json"], 60), (["-n", "0"], 60):
+    as_json: tuple[tuple[list[str], int], ...] = (["--json"], 60), (["--json", "-n", "3"], 3)
+    for options, shown in (([], 50), (["-s", "monarch_local", "-n", "2"], 2), (["-n", "0"], 60), *as_json):
         read.clear()
         ls.run(parser.parse_args(options))
         assert read == [f"many-{number}" for number in reversed(range(60 - shown, 60))]

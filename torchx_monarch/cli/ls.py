@@ -27,6 +27,9 @@ from torchx_monarch.system.untrusted_text import one_line
 _MIN_WIDTH = 12
 """The fewest characters of a name or an id that are shown."""
 
+_SHOWN = 50
+"""Jobs that are listed for people."""
+
 _PATIENCE = 20.0
 """Seconds to wait for a scheduler."""
 
@@ -37,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-n",
         "--limit",
         type=int,
-        default=50,
         metavar="N",
-        help="only the newest N; 0: all, as with --json (default: 50)",
+        help="only the newest N; 0: all (default: 50, and all with --json)",
     )
 
 
 def run(args: argparse.Namespace) -> None:
-    jobs, older = read_jobs(args.scheduler, 0 if args.json else max(0, args.limit))
+    default = 0 if args.json else _SHOWN
+    jobs, older = read_jobs(args.scheduler, default if args.limit is None else max(0, args.limit))
     if args.json:
         print_json([job.to_json() for job in jobs])
         return

@@ -65,8 +65,7 @@ class _Jobs:
 
     async def list_jobs(self, limit: int = 20) -> dict[str, Any]:
         """List the newest jobs of this user, with handle, name, state and exit code."""
-        found = await _json("ls", "--json")
-        return {**found, "output": found["output"][: max(1, limit)]} if isinstance(found["output"], list) else found
+        return await _json("ls", "--json", "-n", str(max(1, limit)))
 
     async def status(self, job: str) -> dict[str, Any]:
         """Return all that is known of a job, given its handle or name: state, phase, cause, hang, progress, ranks."""
