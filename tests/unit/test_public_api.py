@@ -108,6 +108,7 @@ def test_arguments_replace_single_options(method: str, asked: dict[str, Any], tm
     ("options", "kind", "why"),
     [
         ({"cwd": "/a", "workspace": "/b"}, ValueError, "give cwd='/a', a folder that the hosts have, or workspace="),
+        ({"workspace": "/missing"}, ValueError, "workspace='/missing': there is no such folder"),
         ({"output": "file"}, ValueError, "output='file': use 'stream', 'store', 'none' or a function"),
         ({"sync": "often"}, ValueError, "sync='often' is none of auto, always, never"),
         ({"env": {"A": None}}, ValueError, "env={'A': None}: give a text, such as '' for an empty value"),

@@ -99,6 +99,8 @@ class RunOptions:
             raise ValueError(
                 f"give cwd={self.cwd!r}, a folder that the hosts have, or workspace={self.workspace!r}, not both"
             )
+        if self.workspace and not os.path.isdir(os.path.expanduser(self.workspace)):
+            raise ValueError(f"workspace={self.workspace!r}: there is no such folder")
 
 
 def merge_options(options: RunOptions | None, changes: RunOptionsDict) -> RunOptions:

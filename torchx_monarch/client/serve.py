@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.client.hosts import START_TIMEOUT, say
-from torchx_monarch.client.run_options import split_command
-from torchx_monarch.client.workspace_sync import SyncMode, check_when, current_workspace
+from torchx_monarch.client.run_options import RunOptions, split_command
+from torchx_monarch.client.workspace_sync import SyncMode, current_workspace
 from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
 
 if TYPE_CHECKING:
@@ -76,11 +76,9 @@ def serve(
     from torchx_monarch.client.attached_job import CACHE, discard_cached_job  # imports Monarch
     from torchx_monarch.client.job import SPMDJob
 
-    check_when(sync)
+    RunOptions(workspace=workspace, sync=sync)  # checks them before hosts are taken
     is_command = isinstance(appdef, (str, list, tuple))
     code = workspace or (current_workspace() if is_command else None)
-    if workspace and not os.path.isdir(os.path.expanduser(workspace)):
-        raise ValueError(f"workspace={workspace!r}: there is no such folder")
     if name and not is_command:
         raise ValueError(f"name={name!r} is for a command; that of an AppDef is its own")
     app = command_app(appdef, name) if is_command else appdef
