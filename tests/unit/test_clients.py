@@ -10,6 +10,7 @@ import ipaddress
 import json
 import os
 import pickle
+import socket
 import stat
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from tests.waits import WITHIN
 from torchx_monarch.backends.core import stored_apps
 from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.client import connection
 from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.exceptions import AllocationError, ClientError, UnreachableError
 from torchx_monarch.transport import credentials
@@ -88,6 +90,14 @@ def test_a_damaged_file_leads_to_no_host(text: str, address: str) -> None:
     with pytest.raises(UnreachableError) as error:
         Connection.open(Target.from_handle("monarch_slurm://torchx/7", "r"), {"type": "state"})
     assert error.value.final
+
+
+def test_a_replica_0_that_reads_nothing_is_not_waited_for_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_SEND_TIMEOUT", 0.01)
+    ours, theirs = socket.socketpair()
+    with theirs, Connection(ours, Address("unix", path="/r.sock")) as link:
+        with pytest.raises(UnreachableError, match="the connection broke: timed out"):
+            link.send_bytes(b"x" * (1 << 24))
 
 
 class _Link:

@@ -24,6 +24,9 @@ from torchx_monarch.transport.address import REPLICA0_NAME, Address, AddressErro
 TIMEOUT = 15.0
 """Seconds for establishing a connection, and the default number of seconds for an answer."""
 
+_SEND_TIMEOUT = 300.0
+"""Seconds until replica 0, or a tunnel to it, has taken a message: one that is frozen takes none."""
+
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 """Options with which the kernel breaks a connection to a machine that is silent for 25 s. A client that follows a run
 then connects again, and loses nothing."""
@@ -168,7 +171,7 @@ class Connection:
 
     def send_bytes(self, data: bytes) -> None:
         try:
-            self._socket.settimeout(None)
+            self._socket.settimeout(_SEND_TIMEOUT)
             self._socket.sendall(data)
         except OSError as error:
             raise UnreachableError(f"{self._where}: the connection broke: {error.strerror or error}") from None
