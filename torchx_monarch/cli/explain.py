@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,8 +38,11 @@ from torchx_monarch.schedulers.job_status import JobStatus, build
 from torchx_monarch.schedulers.recorded_apps import LOCAL, recorded_apps
 from torchx_monarch.system.untrusted_text import one_line, printable
 
+_MAX_SIZE = 32_000
+"""Bytes of all that is said, as JSON."""
+
 _MAX_SECTION = 7000
-"""Characters of the traceback, of the output and of the stacks, each: with all else, the text stays below 32 KB."""
+"""Characters of the traceback, of the output, of the stacks and so on, each; less where all are more than 32 KB."""
 
 _LOG_LINES = 40
 
@@ -108,28 +112,36 @@ def explain(job: JobReader, facts: JobFacts) -> Explanation:
     for title, text in status_facts(status):
         if title not in ("cause", "raised", "hang", "next"):
             shown[title] = f"{shown[title]}; {text}" if title in shown else text
-    return Explanation(
-        handle=one_line(status.handle),
-        name=one_line(status.name),
-        state=status.state,
-        headline=state_and_time(status),
-        cause=mask(one_line(status.cause or status.message, 2000)),
-        raised=raised_at(status.traceback or _crash(output)),
-        hang=mask(status.hang.message if status.hang is not None else _quiet(facts)),
-        traceback=mask(_tail(printable(status.traceback))),
-        output_of_ranks=mask(_tail(output)).splitlines(),
-        stacks=mask(_tail("\n".join(_stacks(job, facts)))).splitlines(),
-        attempts=[mask(line) for line in _attempts(facts.timeline)],
-        facts={title: mask(one_line(text, 1000)) for title, text in shown.items()},
-        same_cause=alike[:10],
-        last_success=success[1].handle if success else "",
-        differences=[mask(one_line(line, 500)) for line in _differences(success[0], facts.app)][:20] if success else [],
-        next=[*status.next] or [f"torchx monarch {word} {status.handle}" for word in ("top", "stacks", "logs")],
-    )
+    stacks, attempts = "\n".join(_stacks(job, facts)), "\n".join(_attempts(facts.timeline))
+    differing = "\n".join(one_line(line, 500) for line in _differences(success[0], facts.app)) if success else ""
 
+    def within(limit: int) -> Explanation:
+        def tail(text: str) -> str:
+            return mask(text if len(text) <= limit else f"…\n{text[-limit:].partition(chr(10))[2]}")
 
-def _tail(text: str) -> str:
-    return text if len(text) <= _MAX_SECTION else f"…\n{text[-_MAX_SECTION:].partition(chr(10))[2]}"
+        return Explanation(
+            handle=one_line(status.handle),
+            name=one_line(status.name),
+            state=status.state,
+            headline=state_and_time(status),
+            cause=mask(one_line(status.cause or status.message, min(limit, 2000))),
+            raised=raised_at(status.traceback or _crash(output))[:limit],
+            hang=mask(status.hang.message if status.hang is not None else _quiet(facts))[:limit],
+            traceback=tail(printable(status.traceback)),
+            output_of_ranks=tail(output).splitlines(),
+            stacks=tail(stacks).splitlines(),
+            attempts=tail(attempts).splitlines(),
+            facts={title: mask(one_line(text, limit // 7)) for title, text in itertools.islice(shown.items(), 40)},
+            same_cause=alike[:10],
+            last_success=success[1].handle if success else "",
+            differences=tail(differing).splitlines()[:20],
+            next=[*status.next] or [f"torchx monarch {word} {status.handle}" for word in ("top", "stacks", "logs")],
+        )
+
+    limit = _MAX_SECTION
+    while len(json.dumps(dataclasses.asdict(within(limit)), indent=1)) > _MAX_SIZE and limit > 100:
+        limit //= 2
+    return within(limit)
 
 
 def _crash(output: str) -> str:
