@@ -62,7 +62,7 @@ ENDED = {"type": "ended", "code": 7, "reason": "b/1 failed: boom", "stopped": Fa
     ("sent", "answer", "event"),
     [
         ([{**GREETING, "role": 7}], "role is 7, not str", None),
-        ([{"type": "register-role"}], "lacks 'role'", None),
+        ([{"type": "register-role"}], "role is None", None),
         ([{"type": "state", "role": "b"}], "these are the hosts of role 'a', not of 'b'", None),
         ([GREETING], "registered", None),  # it has succeeded immediately
         (

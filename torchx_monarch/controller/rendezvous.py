@@ -55,14 +55,6 @@ _CANCELLED_WITHIN = 60.0
 _STOPPED = JobResult(128 + signal.SIGTERM, "the job was stopped by its client", stopped=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Resumption:
-    """A peer's request to go on over another connection; ``received`` is the number of messages it has received."""
-
-    token: str
-    received: int
-
-
 class Rendezvous:
     """Replica 0's side of the rendezvous.
 
@@ -179,12 +171,11 @@ class Rendezvous:
             channel.close()
 
     async def _resume(self, peer: Peer) -> None:
-        """Have a channel go on over another connection."""
-        resumption = decode(_Resumption, peer.greeting)
-        channel = self._channels.get(resumption.token)
+        """Have a channel go on over another connection, from the number of messages on that the peer has received."""
+        channel = self._channels.get(decode(str, peer.greeting.get("token"), "token"))
         if channel is None or channel.loss:
             raise RendezvousError("it has not registered there, or counts as lost")
-        await channel.resume(peer.reader, peer.writer, resumption.received)
+        await channel.resume(peer.reader, peer.writer, decode(int, peer.greeting.get("received"), "received"))
 
     def _leave(self, member: Member, lost: HostLost) -> None:
         """Remove a host whose channel has ended, or whose replica has another host now.

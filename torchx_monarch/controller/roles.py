@@ -53,13 +53,6 @@ _READY_TIMEOUT = 10.0
 _NOTE = "all roles end with it, and begin again while retries are left"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Greeting:
-    """The greeting of another role's replica 0."""
-
-    role: str
-
-
 class RoleServer:
     """The server, on replica 0 of the first role."""
 
@@ -93,7 +86,7 @@ class RoleServer:
         await self._changes.until(lambda: not self._links, timeout if result.code else 0.0)
 
     async def _register(self, peer: Peer) -> None:
-        role = decode(_Greeting, peer.greeting).role
+        role = decode(str, peer.greeting.get("role"), "role")
         if role in self._links and not self._ending:
             self._fail(f"replica 0 of role {role!r} was started again")
         if self._ending:

@@ -50,16 +50,6 @@ class PartFile:
     checksum: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    part: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Files:
-    files: tuple[PartFile, ...]
-
-
 class PartFiles:
     """The files of one part on this host, in one folder, in which other parts may have files, too.
 
@@ -181,7 +171,7 @@ class PartExchange:
 
     async def _serve(self, peer: Peer) -> None:
         try:
-            if (files := self._find(decode(_Wanted, peer.greeting).part)) is None:
+            if (files := self._find(decode(tuple[int, ...], peer.greeting.get("part"), "part"))) is None:
                 await peer.send({"type": "gone"})
             else:
                 await files.send(peer)
@@ -217,7 +207,7 @@ class PartExchange:
                 raise PartGoneError(f"{address} has this checkpoint no more")
             if answer.get("type") != "files":
                 raise PartError(str(answer.get("reason")))
-            files = decode(_Files, answer).files
+            files = decode(tuple[PartFile, ...], answer.get("files"), "files")
             for file in files:
                 if os.path.isabs(file.path) or os.path.normpath(file.path) != file.path or file.path.startswith(".."):
                     raise PartError(f"{file.path!r} is no path of a file in a folder")
