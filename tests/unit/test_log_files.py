@@ -186,15 +186,24 @@ def test_a_log_on_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE, in a process of its own: part of a write may fit."""
+    """RLIMIT_FSIZE, in a process of its own: part of a write may fit, also into the index."""
     import subprocess
     import sys
 
     code = """
 import resource, sys
-from torchx_monarch.supervisor import log_files, log_reader
-resource.setrlimit(resource.RLIMIT_FSIZE, (150, resource.RLIM_INFINITY))
+from torchx_monarch.supervisor import log_files
+
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+limit(log_files.RECORD.size * 5 // 2)
 out = log_files.ReplicaLog(sys.argv[1])
+out.feed("stdout", b"a\\n")
+out.feed("stderr", b"b\\n")
+out.feed("stdout", b"c\\n")
+limit(150)
+out.feed("stderr", b"d\\n")
 out.feed("stdout", b"x" * 99 + b"\\n")
 out.feed("stdout", b"y" * 99 + b"\\n")
 print(out.lost, out.reason)
@@ -203,8 +212,9 @@ out.close()
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True, timeout=WITHIN
     )
-    assert done.stdout == "50 File too large\n"
+    assert done.stdout == "58 File too large\n"
     assert (tmp_path / "combined.log").stat().st_size == 150
+    assert read(tmp_path, "stderr") == ["b\n", "c\n", "d\n"]  # the stream of c is not known
 
 
 @given(st.lists(st.lists(st.integers(0, 50)), max_size=5))

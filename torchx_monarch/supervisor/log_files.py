@@ -9,6 +9,7 @@ seconds the next line. A line's time is that of the last record at or before it,
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import struct
@@ -50,9 +51,10 @@ class ReplicaLog:
     def __init__(self, folder: str) -> None:
         self.lost = 0
         self.reason = ""
-        self._fd = self._open(os.path.join(folder, LOG))
+        self._fd = self._open(os.path.join(folder, LOG), os.O_APPEND)
         self._index = self._open(os.path.join(folder, INDEX))
         self._size = os.fstat(self._fd).st_size if self._fd >= 0 else 0
+        self._records = os.fstat(self._index).st_size // RECORD.size if self._index >= 0 else 0
         self._is_line_start = True
         self._indexed = "", 0.0
         """Stream and time of the last record of the index."""
@@ -60,9 +62,9 @@ class ReplicaLog:
         self._since = {STDOUT: 0.0, STDERR: 0.0}
         self._lines = LineOutput()
 
-    def _open(self, path: str) -> int:
+    def _open(self, path: str, more: int = 0) -> int:
         try:
-            return safe_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            return safe_files.open_file(path, os.O_WRONLY | os.O_CREAT | more)
         except OSError as e:
             self.reason = e.strerror or str(e)
             return -1
@@ -149,8 +151,9 @@ class ReplicaLog:
             if newline < 0 or newline + 1 == len(data):
                 return
             offset += newline + 1
-        try:
-            os.write(self._index, RECORD.pack(offset, now, STREAMS.index(stream)))
-        except OSError:
-            return
-        self._indexed = stream, now
+        record = RECORD.pack(offset, now, STREAMS.index(stream))
+        with contextlib.suppress(OSError):
+            # The next record takes the place of one of which a full disk has only a part.
+            if os.pwrite(self._index, record, self._records * RECORD.size) == RECORD.size:
+                self._records += 1
+                self._indexed = stream, now
