@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from unittest.mock import AsyncMock
@@ -25,6 +27,7 @@ from torchx_monarch.host.code_distribution import HostCode
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.rank_runs import RankRuns
 from torchx_monarch.host.ranks.rank_pool import RankPool
+from torchx_monarch.insight import events
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
@@ -140,6 +143,40 @@ def test_output_of_hosts_is_read_no_faster_than_replica_0_writes_it(
         await replica0.runs.close(JobResult(0, "released", stopped=True))
 
     asyncio.run(main())
+
+
+def test_a_full_disk_leaves_no_part_of_a_record(tmp_path: Path) -> None:
+    """Part of a write fits under RLIMIT_FSIZE. Clients took it for the message of another program."""
+    code = """
+import asyncio, resource, sys
+from torchx_monarch.insight import events
+from torchx_monarch.insight.run_log import RunLog
+
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+async def main():
+    async def follow():
+        async for lines in log.follow():
+            print(b"".join(lines).decode(), end="")
+
+    log = RunLog(sys.argv[1] + "/journal.jsonl", asyncio.get_running_loop())
+    following = asyncio.ensure_future(follow())
+    for size, text in ((99, "a"), (99, "b" * 99), (resource.RLIM_INFINITY, "c")):
+        limit(size)
+        log.append({"text": text})
+        await log._writer.run(events.append, sys.argv[1] + "/events", text, "")
+        for _ in range(9):  # it reads meanwhile
+            await asyncio.to_thread(int)
+    log.close()
+    await following
+
+asyncio.run(main())
+"""
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=WITHIN)
+    assert done.stdout == '{"text":"a"}\n{"text":"c"}\n'
+    assert [event["kind"] for event in events.read(tmp_path / "events")[0]] == ["a", "c"]
 
 
 @pytest.mark.parametrize(

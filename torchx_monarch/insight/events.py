@@ -86,7 +86,10 @@ def append(
     try:
         fd = safe_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
-            return os.write(fd, line) == len(line)
+            if (written := os.write(fd, line)) == len(line):
+                return True
+            os.ftruncate(fd, os.fstat(fd).st_size - written)  # the next event would be lost, too
+            return False
         finally:
             os.close(fd)
     except OSError:

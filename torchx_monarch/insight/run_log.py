@@ -63,8 +63,11 @@ class RunLog:
             self._writer.call(self._append, lines)
 
     def _append(self, lines: bytes) -> None:
+        before = os.fstat(self._file).st_size
         try:
-            write_all(self._file, lines)  # a full disk loses output, but does not end the run
+            if not write_all(self._file, lines):  # a full disk loses output, but does not end the run
+                written = lines[: os.fstat(self._file).st_size - before]
+                os.ftruncate(self._file, before + written.rfind(b"\n") + 1)
         finally:
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 self._loop.call_soon_threadsafe(self._has_appended, len(lines))
@@ -100,23 +103,27 @@ class RunLog:
         Raises:
             OSError: another file is in the place of the log.
         """
-        requested, rest = self._requested, b""
+        requested, offset, size = self._requested, 0, _CHUNK
         logs = ReferredLogs(os.path.dirname(os.path.dirname(self._path)))
         with await asyncio.to_thread(self._open) as file, contextlib.closing(logs):
             while True:
                 # All before the read, so that what is written after it wakes this follower.
                 ends, appended, changed = self._closed or not wait, self._appended, self._changed
                 last = self._requested if self._closed else requested
-                data = await asyncio.to_thread(file.read, _CHUNK)
-                if not data:
+                data = await asyncio.to_thread(os.pread, file.fileno(), size, offset)
+                whole = data.rfind(b"\n") + 1  # a disk that is full has a part of a record for a moment
+                if not whole and len(data) == size:
+                    size *= 2
+                    continue
+                if not whole:
                     if ends and appended >= last:
                         return
                     logs.close()
                     await changed.wait()
                     continue
-                *lines, rest = (rest + data).split(b"\n")
+                offset, size = offset + whole, _CHUNK
                 plain: list[bytes] = []
-                for line in lines:
+                for line in data[: whole - 1].split(b"\n"):
                     if _REFERENCE not in line:
                         plain.append(line + b"\n")
                         continue
