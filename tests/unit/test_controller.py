@@ -17,6 +17,7 @@ import pytest
 from tests.waits import WITHIN
 from torchx_monarch.controller import elastic
 from torchx_monarch.controller.attempts import RankRun
+from torchx_monarch.controller.commands import CommandController
 from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import NodeRange, listed
 from torchx_monarch.controller.hang_watch import HangWatch
@@ -32,6 +33,7 @@ from torchx_monarch.controller.host_messages import (
     Exits,
     HostCall,
     HostError,
+    HostRefused,
     Launched,
     LaunchRanks,
     OpenStore,
@@ -242,6 +244,13 @@ def test_ranks_that_a_host_has_stopped_without_a_report_have_not_succeeded() -> 
     result = Job(FIXED, 0, [exits(0, 0), exits(1, -15, stopped_at=1.0)]).result()
     assert result.code == 143
     assert result.reason.startswith("host 1 has stopped its ranks and not reported why: rank 1 (")
+
+
+def test_a_command_that_its_host_cannot_start_fails_the_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(FIXED, 0)
+    monkeypatch.setattr(job, "ask_host", AsyncMock(side_effect=HostRefused("host 0 (node0)", "too many open files")))
+    result = asyncio.run(asyncio.wait_for(CommandController(job).run(), WITHIN))
+    assert (result.code, result.reason) == (1, "host 0 (node0): too many open files")
 
 
 def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_path: Path) -> None:

@@ -12,11 +12,10 @@ The hosts stay until all commands have succeeded. What a failure ends follows fr
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 from torchx_monarch.controller.elastic import listed
 from torchx_monarch.controller.host_events import CommandFailed, HostEvent, HostLost, HostPreempted
-from torchx_monarch.controller.host_messages import HostError, LaunchRanks, WatchRanks
+from torchx_monarch.controller.host_messages import HostError, HostRefused, LaunchRanks, WatchRanks
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.members import Attempt, Member
 from torchx_monarch.model.host_facts import Registration
@@ -119,7 +118,7 @@ class CommandController:
     async def _watch(self, member: Member) -> None:
         """Start the command of a host unless it runs, and wait for its end. The loss of the host is an event."""
         replica = member.host.replica
-        with contextlib.suppress(HostError):
+        try:
             assert self._attempt.world is not None
             member.launched = await self._hosts.ask_host(LaunchRanks(self._attempt.world), replica)
             self._launched += 1
@@ -135,6 +134,12 @@ class CommandController:
                     if replica == 0:
                         self._limit_wait()
             self._members.notify()
+        except HostRefused as refusal:
+            failed = CommandFailed(replica, JobResult(refusal.code, str(refusal), replica=replica))
+            if await self._events.report_within(self._hosts.report_timeout, failed) is failed:
+                self._events.post(failed)
+        except HostError:
+            pass
 
     # -- their ends ----------------------------------------------------------------------------------------------------
 
