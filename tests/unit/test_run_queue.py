@@ -17,7 +17,7 @@ import pytest
 from tests.waits import WITHIN, until_async
 from torchx_monarch.command.allocation_spec import AllocationSpec
 from torchx_monarch.controller.elastic import NodeRange
-from torchx_monarch.controller.host_messages import BeginRun, FinishRun, Request, RunBegun
+from torchx_monarch.controller.host_messages import BeginRun, FinishRun, HostRefused, Request, RunBegun
 from torchx_monarch.controller.host_network import HostNetwork, Peer, RendezvousError
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.members import Member, MemberState
@@ -177,6 +177,25 @@ asyncio.run(main())
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=WITHIN)
     assert done.stdout == '{"text":"a"}\n{"text":"c"}\n'
     assert [event["kind"] for event in events.read(tmp_path / "events")[0]] == ["a", "c"]
+
+
+def test_an_error_of_a_host_names_the_file_and_has_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = str(tmp_path / "missing")
+
+    class Broken(RankRuns):
+        async def _execute(self, request: Request[object]) -> object:
+            return open(missing)  # noqa: SIM115
+
+    host = Host(HostSpec(), {}, "here", Console(1), Console(2), str(tmp_path), Reporter(Console(2), None, ""))
+
+    async def main() -> None:
+        await Broken(host).handle(FinishRun("token"))
+
+    with pytest.raises(HostRefused, match=f"FileNotFoundError: .*{missing}"):
+        asyncio.run(main())
+    assert "in _execute" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

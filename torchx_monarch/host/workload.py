@@ -11,6 +11,7 @@ import abc
 import asyncio
 import dataclasses
 import signal
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.controller import host_messages
@@ -194,7 +195,8 @@ class Workload(abc.ABC):
         except (CommandError, LaunchError) as error:
             reason, code = str(error), 2 if isinstance(error, CommandError) else 1
         except Exception as error:
-            reason, code = f"{error!r}{processes.limit_hint(error)}", 1
+            traceback.print_exc()  # into the host's own log
+            reason, code = f"{type(error).__name__}: {error}{processes.limit_hint(error)}", 1
         raise host_messages.HostRefused(self._host.name, reason, code)
 
     async def _execute(self, request: host_messages.Request[Any]) -> Any:
