@@ -25,7 +25,7 @@ from torchx_monarch.insight.pace import (
     share_now,
     with_clock,
 )
-from torchx_monarch.insight.slowness import Kind, Slowness, StackRound, explain
+from torchx_monarch.insight.slowness import Kind, Slowness, activity, explain
 from torchx_monarch.insight.stacks import Frame, KernelWait, ProcessStacks, ThreadStack
 from torchx_monarch.model.codec import decode
 
@@ -267,9 +267,11 @@ def pace(lost: Mapping[int, float], waits: Mapping[int, float] | None = None) ->
 SUSPECT = Suspect((5,), 0.275, 1000.0, 4100)
 
 
-def verdict(*rounds: StackRound, suspect: Suspect = SUSPECT, waits: float = 0.05) -> Slowness:
+def verdict(
+    *own: Sequence[ProcessStacks], theirs: Sequence[ProcessStacks] = (), suspect: Suspect = SUSPECT, waits: float = 0.05
+) -> Slowness:
     paces = [pace({0: 0.0, 1: 0.0, 5: 0.3}, {0: 0.05, 1: 0.05, 5: waits})] * 3
-    return explain(suspect, paces, rounds, HOSTS)
+    return explain(suspect, paces, [*map(activity, own)], [activity([process]) for process in theirs], HOSTS)
 
 
 @pytest.mark.parametrize("activity", ACTIVITIES.values(), ids=ACTIVITIES)
@@ -278,8 +280,7 @@ def test_in_what_a_rank_loses_its_time(activity: tuple[tuple[Frame, ...], Kernel
     # Others wait while it does what all have to do, and do that while it does what is its own.
     waiting, working = stacks(0, (BACKWARD,), KernelWait("S", "futex")), stacks(0, (PROGRAM,), KernelWait("S"))
     mine, common = stacks(5, frames, wait), stacks(5, (PROGRAM,), KernelWait("S"))
-    rounds = [StackRound([mine], [working])] * 4 + [StackRound([common], [waiting])] * 4
-    found = verdict(*rounds)
+    found = verdict(*[[mine], [common]] * 4, theirs=[working, waiting] * 4)
     assert (found.kind, found.place.rpartition("/")[2], found.path) == (kind, place, path)
     assert (found.host, found.replica, found.whole_host) == ("node7", 1, False)
 
@@ -287,12 +288,12 @@ def test_in_what_a_rank_loses_its_time(activity: tuple[tuple[Frame, ...], Kernel
 def test_workers_of_a_loader_tell_more_than_the_rank_that_waits_for_them() -> None:
     own = stacks(5, (LOADER, PROGRAM), KernelWait("S"))
     worker = stacks(5, (DATA,), KernelWait("D", "read", "/mnt/slow/x"), "python3")
-    found = verdict(StackRound([own, worker], []))
+    found = verdict([own, worker])
     assert (found.kind, found.path) == (Kind.FILE, "/mnt/slow/x")
 
 
 def test_a_rank_that_could_run_and_has_no_processor_is_said_so() -> None:
-    assert verdict(StackRound([stacks(5, (PROGRAM,), KernelWait("R"))], []), waits=0.35).kind is Kind.PROCESSOR
+    assert verdict([stacks(5, (PROGRAM,), KernelWait("R"))], waits=0.35).kind is Kind.PROCESSOR
 
 
 def test_a_rank_without_a_processor_makes_others_wait_inside_of_collectives_too() -> None:
@@ -318,7 +319,7 @@ def test_a_rank_without_a_processor_makes_others_wait_inside_of_collectives_too(
         before = after
     suspect = find_suspect(paces, REPLICA_OF)
     assert suspect is not None and suspect.ranks == (5,) and suspect.share > 0.25
-    assert explain(suspect, paces, [], {rank: (0, "n") for rank in range(WORLD)}).kind is Kind.PROCESSOR
+    assert explain(suspect, paces, [], [], {rank: (0, "n") for rank in range(WORLD)}).kind is Kind.PROCESSOR
 
 
 def test_what_a_look_takes_does_not_grow_with_the_square_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +345,7 @@ def test_what_a_look_takes_does_not_grow_with_the_square_of_ranks(monkeypatch: p
 
 
 def test_the_verdict_as_a_line() -> None:
-    found = verdict(StackRound([stacks(5, (DATA, LOADER), KernelWait("S"))], []))
+    found = verdict([stacks(5, (DATA, LOADER), KernelWait("S"))])
     line = "slow since step 4,100: rank 5 (node7), 38 % behind the others, in its input: data.py:41; "
     assert found.shown(1000 + 2400).message == f"{line}11 min 0 s lost so far" and found.shown(3400).lost == 660.0
     host = Slowness(Kind.FILE, (4, 5), "node7", 2, True, 1.0, 0.5, 1000.0, 7, "/a/data.py:4", "/mnt/\x1b[31m")

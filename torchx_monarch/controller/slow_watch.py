@@ -30,7 +30,7 @@ from torchx_monarch.insight.pace import (
     share_now,
     with_clock,
 )
-from torchx_monarch.insight.slowness import MACHINE_KINDS, Slowness, StackRound, explain
+from torchx_monarch.insight.slowness import MACHINE_KINDS, Activity, Slowness, activity, explain
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.insight.summary import show_duration
 
@@ -47,11 +47,6 @@ _HOSTS_A_SECOND = 250
 
 _CALLS = 1 << 16
 """Calls of a group of which all hosts tell together; each tells of 16 to 256."""
-
-_MAX_SUSPICIONS = 6
-"""Paces in a row after which ranks that may be slow, and are not found to be, are left alone for ``_REST`` paces."""
-
-_REST = 5
 
 _TOO_OLD = 10
 """Paces in which nothing was done after which those before count no more."""
@@ -80,13 +75,16 @@ class SlowWatch:
         self._past: dict[int, RankPace] = {}
         self._asked = 0.0
         """When what ``_past`` has of each rank was told."""
-        self._suspect: Suspect | None = None
-        self._found: Slowness | None = None
+        self._found: tuple[Suspect, Slowness] | None = None
+        """Who was found to be slow, and is until now."""
         self._lost = 0.0
-        self._rounds: list[StackRound] = []
-        """Of the ranks ``_suspected``."""
         self._suspected: tuple[int, ...] = ()
         self._suspicions = 0
+        """Paces in a row in which ranks may be slow."""
+        self._own: list[Activity] = []
+        """What the ranks ``_suspected`` did."""
+        self._theirs: list[Activity] = []
+        """What ranks that may wait for them did."""
 
     def request(self) -> ReadCollectives:
         """Return the request whose answers ``observe`` takes."""
@@ -110,24 +108,20 @@ class SlowWatch:
             return _EVERY_SUSPECTED if self._suspicions > 0 else at_rest
         self._paces.append(pace)
         del self._paces[:-MAX_PACES]
-        if self._found is not None and self._suspect is not None:
-            self._follow(self._suspect, self._found, pace)
+        if self._found is not None:
+            self._follow(*self._found, pace)
             return at_rest
         hosts = {rank.rank: replica for replica, host in paces.items() for rank in host.ranks}
-        suspect = find_suspect(self._paces, hosts, min(max(0, self._suspicions) + 1, IN_A_ROW))
-        if suspect is None:
-            self._suspicions, self._rounds = 0, []
-            return at_rest
-        slow, began = find_suspect(self._paces, hosts), time.monotonic()
         self._suspicions += 1
-        if self._suspicions > _MAX_SUSPICIONS:
-            self._suspicions = -_REST
-        if self._suspicions <= 0 and slow is None:
+        suspect, began = find_suspect(self._paces, hosts, self._suspicions), time.monotonic()
+        if suspect is None:
+            self._suspicions = 0
             return at_rest
+        slow = find_suspect(self._paces, hosts, IN_A_ROW)  # paces before the first suspicion may count, too
         suspect = slow or suspect
-        if suspect.ranks != self._suspected:
-            self._suspected, self._rounds = suspect.ranks, []
-        if slow is None or not self._rounds:
+        if suspect.ranks != self._suspected or self._suspicions == 1:
+            self._suspected, self._own, self._theirs = suspect.ranks, [], []
+        if slow is None or not self._own:
             await self._take_stacks(suspect, pace)
         if slow is not None:
             self._report(slow, hosts)
@@ -151,18 +145,15 @@ class SlowWatch:
 
         for _ in range(_ROUNDS):
             taken = await asyncio.gather(*map(take, (*suspects, *others)))
-            mine, theirs = taken[: len(suspects)], taken[len(suspects) :]
-            self._rounds.append(StackRound(sum(mine, []), sum(theirs, [])))
+            self._own += map(activity, filter(None, taken[: len(suspects)]))
+            self._theirs += map(activity, filter(None, taken[len(suspects) :]))
             await asyncio.sleep(_ROUND_EVERY)
-        del self._rounds[: -_MAX_SUSPICIONS * _ROUNDS]
 
     def _report(self, suspect: Suspect, hosts: Mapping[int, int]) -> None:
         attempt = self._members.attempt
         named = {rank: (replica, attempt.hosts[replica].host.hostname) for rank, replica in hosts.items()}
-        found = explain(suspect, self._paces, self._rounds, named)
-        found = found.shown(time.time())
-        self._suspect, self._found, self._rounds, self._suspicions = suspect, found, [], 0
-        self._lost = found.lost
+        found = explain(suspect, self._paces, self._own, self._theirs, named).shown(time.time())
+        self._found, self._lost, self._suspicions = (suspect, found), found.lost, 0
         self._reporter.report("slow", found.message, attempt=attempt.number, slowness=dataclasses.asdict(found))
         if found.replica is not None and len(attempt.hosts) > 1 and found.kind in MACHINE_KINDS:
             node = attempt.hosts[found.replica].host.node
@@ -187,4 +178,4 @@ class SlowWatch:
         if not share:
             text = f"slow no more: {found.who()}; {show_duration(self._lost)} were lost"
             self._reporter.report("slow_end", text, attempt=self._members.attempt.number, lost=round(self._lost, 3))
-            self._suspect = self._found = None
+            self._found = None

@@ -14,6 +14,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from torchx_monarch.insight.pace import IN_A_ROW, Pace, Suspect, mean
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, rank_ranges
@@ -112,25 +113,29 @@ class Slowness:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class StackRound:
-    """Stacks that were taken at the same moment: of ranks that may be slow, and of some that may wait for them."""
+class Activity(NamedTuple):
+    """What a rank does: the kind, the place in its program, and the path of the file for which it waits, if any."""
 
-    suspects: Sequence[ProcessStacks]
-    others: Sequence[ProcessStacks]
+    kind: Kind
+    place: str
+    path: str = ""
 
 
 def explain(
-    suspect: Suspect, paces: Sequence[Pace], rounds: Sequence[StackRound], hosts: Mapping[int, tuple[int, str]]
+    suspect: Suspect,
+    paces: Sequence[Pace],
+    own: Sequence[Activity],
+    theirs: Sequence[Activity],
+    hosts: Mapping[int, tuple[int, str]],
 ) -> Slowness:
     """Return the verdict on ranks that are slow.
 
     Args:
-        rounds: what suspects do more often than others counts: while these wait, a suspect may do what all have to do.
+        own: what the suspects did at some moments.
+        theirs: what ranks that may wait for them did then. What suspects do more often counts: while others wait, a
+            suspect may do what all have to do.
         hosts: the replica of each rank, and the name of its host.
     """
-    own = [activity for found in rounds for activity in _activities(found.suspects)]
-    theirs = [activity for found in rounds for activity in _activities(found.others)]
     usual = {kind: 0.75 for kind in (Kind.COLLECTIVE, Kind.PROGRAM)}  # where there is nobody to compare with
     more = {kind: _part(own, kind) - (_part(theirs, kind) if theirs else usual.get(kind, 0.0)) for kind in Kind}
     kind = max(more, key=lambda kind: more[kind])
@@ -138,7 +143,7 @@ def explain(
         kind = Kind.COLLECTIVE if theirs or not own else max(Kind, key=lambda kind: _part(own, kind))
     named = {hosts[rank] for rank in suspect.ranks}
     replica, host = named.pop() if len(named) == 1 else (None, "")
-    places = Counter(activity[1:] for activity in own if activity[0] is kind)
+    places = Counter((activity.place, activity.path) for activity in own if activity.kind is kind)
     place, path = places.most_common(1)[0][0] if places else ("", "")
     if kind is Kind.COLLECTIVE and len(set(hosts.values())) > 1:
         kind = Kind.NETWORK  # a rank that is late though it is in a collective like the others gets its data later
@@ -151,14 +156,8 @@ def explain(
     )
 
 
-def _activities(processes: Sequence[ProcessStacks]) -> list[tuple[Kind, str, str]]:
-    """Return what each rank does."""
-    ranks = dict.fromkeys(process.rank for process in processes)
-    return [_activity([process for process in processes if process.rank == rank]) for rank in ranks]
-
-
-def _part(activities: Sequence[tuple[Kind, str, str]], kind: Kind) -> float:
-    return mean(float(activity[0] is kind) for activity in activities)
+def _part(activities: Sequence[Activity], kind: Kind) -> float:
+    return mean(float(activity.kind is kind) for activity in activities)
 
 
 def _lacks_processor(suspect: Suspect, paces: Sequence[Pace]) -> bool:
@@ -184,48 +183,47 @@ _INPUT = re.compile(
 _INPUT_FILE = re.compile(r"(?:.*_)?(?:data|dataset|input|loader|dataloader)s?\.py")
 
 
-def _activity(processes: Sequence[ProcessStacks]) -> tuple[Kind, str, str]:
-    """Return what a rank does, the place in its program, and the path of the file for which it waits, if any.
+def activity(processes: Sequence[ProcessStacks]) -> Activity:
+    """Return what a rank does.
 
     Args:
         processes: its own process, and those that it has started, such as workers of a DataLoader.
     """
-    own = next((process for process in processes if not process.child), processes[0])
-    kind, place, path = _activity_of(own)
-    if kind is Kind.INPUT:
+    own = _activity_of(next((process for process in processes if not process.child), processes[0]))
+    if own.kind is Kind.INPUT:
         for process in processes:
-            if process.child and (found := _activity_of(process))[0] in (Kind.FILE, Kind.NETWORK):
+            if process.child and (found := _activity_of(process)).kind in (Kind.FILE, Kind.NETWORK):
                 return found
-    return kind, place, path
+    return own
 
 
-def _activity_of(process: ProcessStacks) -> tuple[Kind, str, str]:
+def _activity_of(process: ProcessStacks) -> Activity:
     frames, wait = process.threads[0].frames if process.threads else (), process.wait
     top = frames[0].file if frames else ""
     own = [frame for frame in frames if not path_in_library(frame.file)]
     place = f"{own[0].file}:{own[0].line}" if own else ""
     is_file = wait.path.startswith("/") and not wait.path.startswith(("/dev/", "/proc/", "/memfd:"))
     if wait.state in ("T", "t"):
-        return Kind.PROCESSOR, "stopped by a signal", ""
+        return Activity(Kind.PROCESSOR, "stopped by a signal")
     if wait.call in ("flock", "fcntl"):
-        return Kind.LOCK, place, wait.path
+        return Activity(Kind.LOCK, place, wait.path)
     if is_file:
-        return Kind.FILE, place, wait.path
+        return Activity(Kind.FILE, place, wait.path)
     if "/torch/distributed/" in top or (wait.call == "futex" and "/torch/autograd/" in top):
-        return Kind.COLLECTIVE, place, ""
+        return Activity(Kind.COLLECTIVE, place)
     if wait.call in _NETWORK_CALLS:
-        return Kind.NETWORK, place, ""
+        return Activity(Kind.NETWORK, place)
     if wait.call == "futex" and own and own[0] is frames[0]:
-        return Kind.LOCK, place, ""
+        return Activity(Kind.LOCK, place)
     if any("/torch/utils/data/" in frame.file for frame in frames):
-        return Kind.INPUT, place, ""
+        return Activity(Kind.INPUT, place)
     if wait.call == "futex" and "/torch/" not in top:
-        return Kind.LOCK, place, ""
+        return Activity(Kind.LOCK, place)
     if wait.state == "D":
-        return Kind.FILE, place, ""
+        return Activity(Kind.FILE, place)
     if any(map(_gives_input, own)):
-        return Kind.INPUT, place, ""
-    return Kind.PROGRAM, place, ""
+        return Activity(Kind.INPUT, place)
+    return Activity(Kind.PROGRAM, place)
 
 
 def _gives_input(frame: Frame) -> bool:
