@@ -44,7 +44,7 @@ import torchx_monarch
 
 FOLDER, PROGRAM, RANK = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
 torch.set_num_threads(1)
-lock, block, times = threading.Lock(), mmap.mmap(-1, 4096), []
+lock, block, times = threading.Lock(), mmap.mmap(-1, 1 << 16), []
 
 def hold(seconds):
     while True:
@@ -85,7 +85,7 @@ def wait(data):
         with open(data.open, "rb", 0) as file:
             file.read()
     elif data.kind in ("disk", "fuse"):
-        os.preadv(data.open, [block], 4096 * random.randrange(1024))
+        os.preadv(data.open, [block], len(block) * random.randrange(64))
     elif data.kind == "flock":
         fcntl.flock(data.open, fcntl.LOCK_EX)
         fcntl.flock(data.open, fcntl.LOCK_UN)
@@ -207,7 +207,7 @@ import sys, time, mfusepy
 
 class Slow(mfusepy.Operations):
     def getattr(self, path, fh=None):
-        return {"st_mode": 0o40755 if path == "/" else 0o100644, "st_nlink": 1, "st_size": 4096 * 1024}
+        return {"st_mode": 0o40755 if path == "/" else 0o100644, "st_nlink": 1, "st_size": 1 << 22}
     def read(self, path, size, offset, fh):
         time.sleep(float(sys.argv[2]))
         return bytes(size)
@@ -315,17 +315,19 @@ def slowed(  # noqa: C901 - one small function for each way
         repeat(pulse)
     elif kind == "fuse":
         os.mkdir(place)
-        started.append(subprocess.Popen([sys.executable, "-c", FUSE, place, str(seconds)]))
+        command = [sys.executable, "-c", FUSE, place, str(seconds)]
+        started.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
         while not os.path.ismount(place):
             time.sleep(0.05)
         place = f"{place}/data"
     elif kind == "disk":
-        Path(place).write_bytes(os.urandom(4096 * 1024))
+        Path(place).write_bytes(os.urandom(1 << 22))
         os.sync()
         cgroup.mkdir()
         device = os.stat(place).st_dev
-        limit = f"{os.major(device)}:{os.minor(device)} {max(1, round(1 / (step + seconds)))}"
-        (cgroup / "blkio.throttle.read_iops_device").write_text(limit)
+        # Linux keeps no limit of a few operations a second.
+        limit = f"{os.major(device)}:{os.minor(device)} {round((1 << 16) / (step + seconds))}"
+        (cgroup / "blkio.throttle.read_bps_device").write_text(limit)
         (cgroup / "cgroup.procs").write_text(str(pid))
     elif kind == "neighbour":
         for thread in os.listdir(f"/proc/{pid}/task"):

@@ -198,6 +198,22 @@ def test_all_ranks_are_slow_beside_their_own_past() -> None:
     assert not share_now(suspect, paces + program.paces(3))
 
 
+def test_a_rank_for_which_others_wait_inside_of_collectives_is_found_as_the_job_is_slower_than_before() -> None:
+    def paces(speed: float, *lost: Mapping[int, float]) -> list[Pace]:
+        return [dataclasses.replace(pace(shares), speed=speed) for shares in lost]
+
+    past = paces(10.0, *[{0: 0.0, 1: 0.02, 5: 0.04}] * 4)  # the first one is not counted
+    stopped = paces(4.0, {0: 0.0, 1: 0.0, 5: 0.3}, {0: 0.03, 1: 0.0, 5: 0.0}, *[{0: 0.0, 1: 0.0, 5: 0.15}] * 2)
+    suspect = find_suspect(past + stopped, {0: 0, 1: 0, 5: 1})
+    assert suspect is not None and (suspect.ranks, suspect.share) == ((5,), 0.6)
+    assert share_now(suspect, past + stopped) == pytest.approx(0.6) and not share_now(suspect, past)
+    alike = paces(4.0, *[{0: 0.15, 1: 0.0, 5: 0.15}] * 4)
+    assert find_suspect(past + alike, {0: 0, 1: 0, 5: 1}) is None  # nor is there enough of a past for all ranks
+    host = paces(4.0, *[{0: 0.0, 4: 0.12, 5: 0.15}] * 4)
+    found = find_suspect(past + host, {0: 0, 4: 1, 5: 1})
+    assert found is not None and (found.ranks, found.replica) == ((4, 5), 1)
+
+
 def test_programs_without_collectives_are_compared_by_their_steps_and_without_steps_nothing_is_said() -> None:
     def answers(steps: Sequence[int | None], time: float) -> dict[int, HostPace]:
         return {0: HostPace(time, tuple(RankPace(rank, step) for rank, step in enumerate(steps)))}

@@ -30,11 +30,18 @@ inside of collectives: it has called them, and its threads have no processor to 
 _MIN_LOSS = 0.25
 """By which share the steps per second of a job that has become slow are below those of its past."""
 
+_MIN_LOSS_OF_OTHERS = 0.5
+"""The same if others wait for a rank mostly inside of collectives, as while it is stopped: then half of ``_MIN_SHARE``
+decides who it is."""
+
 WARM_UP = 1
 """Paces at the beginning that do not count, as first steps take longer."""
 
-_MIN_PAST = 5
+_MIN_PAST = 3
 """Paces that are a past."""
+
+_MIN_PAST_OF_ALL = 5
+"""The same for a verdict on all ranks, of which nothing but the past tells that they are slow."""
 
 _MIN_STEPS = 3
 """Steps, in the median of the ranks, from which a speed is derived."""
@@ -221,7 +228,7 @@ class Suspect:
     Attributes:
         share: the share of the time that is lost.
         replica: that of the host whose ranks, several and no others, they are; None for another one.
-        speed: the steps per second before, if all ranks are slow.
+        speed: the steps per second before, if the job is slower now; 0 if that has not decided.
     """
 
     ranks: tuple[int, ...]
@@ -243,18 +250,11 @@ def find_suspect(paces: Sequence[Pace], replica_of: Mapping[int, int], in_a_row:
     last = paces[-in_a_row:]
     if len(last) < in_a_row:
         return None
-    shares = {
-        rank: median(pace.lost.get(rank, 0.0) for pace in last)
-        for rank in last[-1].lost
-        if min(pace.lost.get(rank, 0.0) for pace in last) >= _MIN_SHARE / 2
-    }
-    if (most := max(shares.values(), default=0.0)) >= _MIN_SHARE:
-        ranks = tuple(sorted(rank for rank, share in shares.items() if share >= most / 2))
-        of_host = {replica_of[rank] for rank in ranks}
-        alike = [rank for rank, replica in replica_of.items() if replica in of_host]
-        is_host = len(of_host) == 1 and len(ranks) == len(alike) > 1
-        since = last[0].time - last[0].seconds
-        return Suspect(ranks, most, since, last[0].step, of_host.pop() if is_host else None)
+    lost = {rank: [pace.lost.get(rank, 0.0) for pace in last] for rank in last[-1].lost}
+    steady = {rank: median(shares) for rank, shares in lost.items() if min(shares) >= _MIN_SHARE / 2}
+    ranks, replica, most = _worst(steady, replica_of)
+    if most >= _MIN_SHARE:
+        return Suspect(ranks, most, last[0].time - last[0].seconds, last[0].step, replica)
     timed = [(pace.speed, pace) for pace in paces if pace.speed is not None]
     past, present = sorted(speed for speed, _ in timed[:-in_a_row]), timed[-in_a_row:]
     if len(past) < _MIN_PAST:
@@ -262,14 +262,27 @@ def find_suspect(paces: Sequence[Pace], replica_of: Mapping[int, int], in_a_row:
     usual, first = _median_low(past), present[0][1]
     if max(speed for speed, _ in present) >= min(usual * (1 - _MIN_LOSS), past[len(past) // 20]):
         return None
-    share = 1 - mean(speed for speed, _ in present) / usual
-    return Suspect((), share, first.time - first.seconds, first.step, speed=usual)
+    share, since = 1 - mean(speed for speed, _ in present) / usual, first.time - first.seconds
+    ranks, replica, most = _worst({rank: median(shares) for rank, shares in lost.items()}, replica_of)
+    if share >= _MIN_LOSS_OF_OTHERS and most >= _MIN_SHARE / 2 and (len(ranks) == 1 or replica is not None):
+        return Suspect(ranks, share, since, first.step, replica, usual)
+    return Suspect((), share, since, first.step, speed=usual) if len(past) >= _MIN_PAST_OF_ALL else None
+
+
+def _worst(shares: Mapping[int, float], replica_of: Mapping[int, int]) -> tuple[tuple[int, ...], int | None, float]:
+    """Return the ranks that lose about the most, the replica of which they are all, and several, and the most."""
+    most = max(shares.values(), default=0.0)
+    ranks = tuple(sorted(rank for rank, share in shares.items() if share >= most / 2))
+    of_host = {replica_of[rank] for rank in ranks}
+    alike = [rank for rank, replica in replica_of.items() if replica in of_host]
+    is_host = len(of_host) == 1 and len(ranks) == len(alike) > 1
+    return ranks, of_host.pop() if is_host else None, most
 
 
 def share_now(suspect: Suspect, paces: Sequence[Pace]) -> float:
     """Return which share of the time suspects that were found before lose in the last paces; 0 if they are no more."""
     last = paces[-2:]
-    if suspect.ranks:
+    if not suspect.speed:
         share = mean(max(pace.lost.get(rank, 0.0) for rank in suspect.ranks) for pace in last)
         return share if share >= _MIN_SHARE / 2 else 0.0
     speeds = [pace.speed for pace in last if pace.speed is not None]
