@@ -105,8 +105,19 @@ class Job:
 
     def _sample(self, rank: int, now: float) -> RankSample:
         return RankSample(
-            *(now, rank, rank % self.per_host, rank // self.per_host, f"node{rank // self.per_host}", 100 + rank, 0),
-            *("running", 1.0, now, 1 << 30, now, f"step {rank}: loss 0.1234"),
+            rank,
+            rank // self.per_host,
+            f"node{rank // self.per_host}",
+            100 + rank,
+            "running",
+            1 << 30,
+            now,
+            f"step {rank}: loss 0.1234",
+            time=now,
+            local_rank=rank % self.per_host,
+            attempt=0,
+            started=1.0,
+            cpu_seconds=now,
         )
 
     def _stacks(self, rank: int) -> ProcessStacks:

@@ -73,7 +73,8 @@ def test_what_is_no_activity_is_left_out(tmp_path: Path, more: bytes) -> None:
 
 def samples(rank: int, seconds: float, late: float) -> str:
     """The samples of a host with one rank of two, which has used ``seconds`` of a processor."""
-    sample = RankSample(100 + seconds, rank, 0, rank, f"node{rank}", 7, 0, "running", 1.0, seconds, GIB)
+    times: dict[str, Any] = {"time": 100 + seconds, "started": 1.0, "cpu_seconds": seconds}
+    sample = RankSample(rank, rank, f"node{rank}", 7, "running", GIB, local_rank=0, attempt=0, **times)
     group = GroupStatus("0", "0-1", 8, 8, calls=tuple(number + late for number in range(1, 9)))
     return RankSamples((dataclasses.replace(sample, collectives=8),), group_calls({rank: [group]}, 200.0)).to_text()
 

@@ -497,7 +497,10 @@ def test_the_ranks_of_one_role_are_asked_while_another_one_starts(
 
 def test_rates_stay_while_replica_0_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (
-        RankSamples((RankSample(at, 0, 0, 0, "node0", 9, 0, "running", 1.0, at, 1 << 20),)) for at in (98.0, 100.0)
+        RankSamples(
+            (RankSample(0, 0, "node0", 9, "running", time=at, local_rank=0, attempt=0, started=1.0, cpu_seconds=at),)
+        )
+        for at in (98.0, 100.0)
     )
     monkeypatch.setattr(jobs, "ask_samples", Mock(side_effect=[(first, {}), (second, {}), (second, {})]))
     reader = jobs.JobReader(Mock(), HANDLE, "train-x7", "trainer", "", 1.0)

@@ -45,7 +45,7 @@ class Rank:
 def sample(rank: int, time: float = 100.0, groups: tuple[GroupStatus, ...] = (), **more: Any) -> Rank:
     values: dict[str, Any] = {"local_rank": rank % 8, "replica": rank // 8, "host": f"node{rank // 8}"}
     values.update(pid=1000 + rank, attempt=0, state="running", started=50.0, cpu_seconds=10.0, rss_bytes=300 << 20)
-    return Rank(RankSample(time, rank, **{**values, **more}), groups)
+    return Rank(RankSample(rank, time=time, **{**values, **more}), groups)
 
 
 def as_received(ranks: Iterable[Rank]) -> RankSamples:
@@ -126,11 +126,12 @@ def test_a_size_has_five_characters(count: int, shown: str) -> None:
     assert show_bytes(count) == shown
 
 
-def calling(rank: int, time: float = 100.0, called: tuple[float, ...] = (), **more: object) -> Rank:
+def calling(rank: int, time: float = 100.0, called: tuple[float, ...] = (), **more: Any) -> Rank:
     """A sample of a rank that has called collectives 1, 2, … of a group of two ranks at the given times."""
     groups = (GroupStatus("0", "0-1", len(called), len(called), calls=called),) if called else ()
-    sample = RankSample(time, rank, rank, 0, "node", 10 + rank, 0, "running", 1.0, 5.0, 1 << 30)
-    return Rank(replace(sample, **more), groups)  # type: ignore[arg-type]
+    values: dict[str, Any] = {"replica": 0, "host": "node", "pid": 10 + rank, "state": "running", "rss_bytes": 1 << 30}
+    values |= {"local_rank": rank, "attempt": 0, "started": 1.0, "cpu_seconds": 5.0}
+    return Rank(RankSample(rank, time=time, **{**values, **more}), groups)
 
 
 def late(ranks: Iterable[Rank]) -> dict[int, float]:

@@ -100,40 +100,49 @@ def steps_done(progress: Progress, started: float, now: float) -> StepsDone:
 
 
 @dataclasses.dataclass(frozen=True)
-class RankSample:
-    """One rank at one moment.
+class RankState:
+    """What a rank is and does at one moment. None is a value that is not known.
 
     Attributes:
-        time: the moment, by the clock of its host.
         replica: the replica whose host, on the machine ``host``, executes it.
         state: ``running``, ``stopped``, ``uninterruptible``, ``zombie`` or ``ended``.
-        cpu_seconds: processor time of the rank and of its running and ended children; 0 once it has ended.
         rss_bytes: resident memory of the rank and of its running children, with what they share; 0 once it has ended.
         last_output: when it last printed something; None for never.
         last_line: the last line that it printed, escaped and cut.
-        collectives: how many it has called, in all groups; None before it has formed one, or without the flight
-            recorder.
         quiet: the seconds for which it has not printed, reported or called anything; None as in ``seconds_quiet``.
         devices: the GPUs on which it has memory; empty where there are none, or nvidia-ml-py is missing.
     """
 
-    time: float
     rank: int
-    local_rank: int
     replica: int
     host: str
     pid: int
-    attempt: int
     state: str
-    started: float
-    cpu_seconds: float
-    rss_bytes: int
+    rss_bytes: int = 0
     last_output: float | None = None
     last_line: str = ""
-    collectives: int | None = None
     quiet: float | None = None
     devices: tuple[DeviceUse, ...] = ()
     progress: Progress | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankSample(RankState):
+    """One rank at one moment, as its host measures it.
+
+    Attributes:
+        time: the moment, by the clock of its host.
+        cpu_seconds: processor time of the rank and of its running and ended children; 0 once it has ended.
+        collectives: how many it has called, in all groups; None before it has formed one, or without the flight
+            recorder.
+    """
+
+    time: float
+    local_rank: int
+    attempt: int
+    started: float
+    cpu_seconds: float
+    collectives: int | None = None
 
     def with_activity(self, groups: Sequence[GroupStatus], progress: Progress | None) -> RankSample:
         """Return the sample with what the rank has called in its process groups, and the progress that it reports."""
@@ -172,35 +181,23 @@ def read_samples(answers: Iterable[str]) -> RankSamples:
     return RankSamples(tuple(ranks), tuple(calls for samples in found for calls in samples.calls))
 
 
-@dataclasses.dataclass(frozen=True)
-class RankView:
-    """What a rank does now: values of its last ``RankSample``, and these. None is a value that is not known.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankView(RankState):
+    """What a rank does now, by two samples.
 
     Attributes:
         cpu: cores that the rank and its children use.
         collectives_per_second: how many collectives the rank calls in a second.
         late_by: seconds after the first rank of the group at which this one has called its last collectives, the mean
             of those that all ranks of the group have called. Clocks of different hosts may differ.
-        quiet: seconds for which it has not printed, reported or called anything, as far as torch records calls.
         waited_for: seconds for which other ranks have waited for this one in a collective that it has not called.
         seconds_left: seconds until its last step, at the mean speed of the attempt.
     """
 
-    rank: int
-    replica: int
-    host: str
-    pid: int
-    state: str
     cpu: float | None = None
-    rss_bytes: int = 0
-    devices: tuple[DeviceUse, ...] = ()
     collectives_per_second: float | None = None
     late_by: float | None = None
-    quiet: float | None = None
     waited_for: float | None = None
-    last_output: float | None = None
-    last_line: str = ""
-    progress: Progress | None = None
     seconds_left: float | None = None
 
     @property
@@ -243,13 +240,13 @@ def rank_views(samples: RankSamples, before: RankSamples = NO_SAMPLES) -> list[R
     # A rank reads its recorder only now and then: the earlier sample may tell what the present one does not.
     late, awaited = lateness(samples.calls), seconds_awaited(samples.calls)
     late_before = lateness(before.calls) if len(late) < len(ordered) else {}
-    found = []
+    found, shared = [], [field.name for field in dataclasses.fields(RankState)]
     for sample in ordered:
         earlier = past.get(_process(sample))
         cpu, rate = _rates(sample, earlier)
         found.append(
             RankView(
-                **{name: getattr(sample, name) for name in _OF_SAMPLE},
+                **{name: getattr(sample, name) for name in shared},
                 cpu=cpu,
                 collectives_per_second=rate,
                 late_by=late.get(sample.rank, late_before.get(sample.rank) if earlier is not None else None),
@@ -258,11 +255,6 @@ def rank_views(samples: RankSamples, before: RankSamples = NO_SAMPLES) -> list[R
             )
         )
     return found
-
-
-_OF_SAMPLE = {field.name for field in dataclasses.fields(RankView)} & {
-    field.name for field in dataclasses.fields(RankSample)
-}
 
 
 def _process(sample: RankSample) -> tuple[int, int, str, int]:
