@@ -97,7 +97,7 @@ def wait(data):
         lock.release()
 
 def ends_after(step, loss):
-    time.sleep(0.01)  # as if an accelerator computed
+    time.sleep(0.03)  # as if an accelerator computed
     if PROGRAM != "silent":
         torchx_monarch.progress(step, loss=loss)
     times.append(time.time())
@@ -187,21 +187,10 @@ KINDS = {
 }
 """How a rank is slowed, and the kind that is right: its input sleeps, reads a slow pipe, waits for the lock of a file,
 for a server that answers slowly, for a thread's lock, or for a disk or a FUSE folder that reads slowly; or its process
-has too little of a processor by a quota of its cgroup, by an urgent process on its core, or by SIGSTOP and SIGCONT."""
+has too little of a processor by a quota of its cgroup, by a busy process in its cgroup, or by SIGSTOP and SIGCONT."""
 
-CGROUPS = {kind: Path("/sys/fs/cgroup", name) for kind, name in (("cgroup", "cpu"), ("disk", "blkio"))}
-NEIGHBOUR = """
-import os, time
-os.sched_setaffinity(0, {{0}})
-os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-while True:
-    end = time.monotonic() + {busy}
-    while time.monotonic() < end:
-        pass
-    time.sleep({idle})
-"""
-"""A process that needs its core more urgently than a rank."""
-
+CGROUPS = {"cgroup": Path("/sys/fs/cgroup/cpu"), "disk": Path("/sys/fs/cgroup/blkio")}
+CGROUPS["neighbour"] = CGROUPS["cgroup"]
 FUSE = """
 import sys, time, mfusepy
 
@@ -329,17 +318,17 @@ def slowed(  # noqa: C901 - one small function for each way
         limit = f"{os.major(device)}:{os.minor(device)} {round((1 << 16) / (step + seconds))}"
         (cgroup / "blkio.throttle.read_bps_device").write_text(limit)
         (cgroup / "cgroup.procs").write_text(str(pid))
-    elif kind == "neighbour":
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            os.sched_setaffinity(int(thread), {0})
-        command = [sys.executable, "-c", NEIGHBOUR.format(busy=seconds, idle=step)]
-        started.append(subprocess.Popen(command))
-    elif kind == "cgroup":
+    elif kind in ("cgroup", "neighbour"):
         cgroup.mkdir()
         used = _processor_seconds(pid)
         time.sleep(2.0)
         used = (_processor_seconds(pid) - used) / 2.0
-        (cgroup / "cpu.cfs_quota_us").write_text(str(max(1000, int(100000 * used / (1 + factor)))))
+        quota = 100000 * used / (1 + factor)
+        if kind == "neighbour":  # which has as much of it as the rank
+            quota *= 2
+            started.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            (cgroup / "cgroup.procs").write_text(str(started[0].pid))
+        (cgroup / "cpu.cfs_quota_us").write_text(str(max(1000, int(quota))))
         (cgroup / "cgroup.procs").write_text(str(pid))
     if KINDS[kind] != "processor":
         aside = job.folder / "aside"
@@ -352,6 +341,9 @@ def slowed(  # noqa: C901 - one small function for each way
         yield
     finally:
         ended.set()
+        for process in started:  # a FUSE folder is unmounted
+            process.terminate()
+            process.wait()
         if kind == "pulses":
             time.sleep(2 * step + seconds)
             with suppress(ProcessLookupError):
@@ -360,9 +352,6 @@ def slowed(  # noqa: C901 - one small function for each way
             with suppress(ProcessLookupError):
                 (CGROUPS[kind] / "cgroup.procs").write_text(str(pid))
             cgroup.rmdir()
-        for process in started:  # a FUSE folder is unmounted
-            process.terminate()
-            process.wait()
         (job.folder / f"inject-{rank}").unlink(missing_ok=True)
 
 

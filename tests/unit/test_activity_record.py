@@ -45,7 +45,7 @@ def test_a_point_has_the_median_the_limits_and_the_outlier() -> None:
     assert "CPU cores" not in point.metrics and "GPU busy" not in point.metrics
     many = point_of([view(rank, rank / 1000, 1.0) for rank in range(200)], 50.0)
     assert len(many.late) == MAX_ROWS and (many.late[0], many.late[-1]) == (0.002, 0.199)
-    assert point_of([], 1.0).late == []
+    assert not point_of([], 1.0).late
     ended = [dataclasses.replace(view(rank, None, 0.0), state=state) for rank, state in enumerate(("ended", "zombie"))]
     assert point_of([*ended, view(2, None, 1.0)], 1.0).metrics == {"memory GiB": (1.0, 1.0, 1.0)}
 
@@ -153,7 +153,7 @@ def test_how_it_is_drawn(tmp_path: Path) -> None:
     assert not loss.checkpoints and [job for job, _ in loss.lines] == [0, 1]
     (loss,) = curves([reported], over=timeline.job)
     assert loss.checkpoints == [381.0, 761.9] and (loss.begin, loss.end) == ("0 s", "21.0 s")
-    assert late_rows([[Point(0, 105.0, 1, {}, {}, [0.0, 0.0005])]], 2, timeline.job) == []
+    assert late_rows([[Point(0, 105.0, 1, {}, {}, (0.0, 0.0005))]], 2, timeline.job) == []
     job = Span("job", "job", 0.0, 10.0)
-    many = late_rows([[Point(0, at, 1, {}, {}, [row / 64 for row in range(64)]) for at in (2.0, 4.0)]], 128, job)
+    many = late_rows([[Point(0, at, 1, {}, {}, tuple(row / 64 for row in range(64))) for at in (2.0, 4.0)]], 128, job)
     assert len(many) == 16 and many[-1].label == "ranks 126-127" and json.dumps(many)

@@ -49,7 +49,7 @@ def point_of(ranks: Sequence[RankView], now: float) -> Point:
     edges = [row * len(late) // rows for row in range(rows + 1)] if rows else []
     parts = [max(late[first:end]) for first, end in zip(edges, edges[1:], strict=False)]
     step = min((rank.progress.step for rank in running if rank.progress is not None), default=0)
-    return Point(step, now, 1, metrics, outliers, [round(seconds, 6) for seconds in parts])
+    return Point(step, now, 1, metrics, outliers, tuple(round(seconds, 6) for seconds in parts))
 
 
 class ActivityRecord:

@@ -58,7 +58,7 @@ class Point(NamedTuple):
         calls: the number of calls.
         metrics: their values, by name.
         outliers: of the activity of all ranks, the rank farthest from the median, by the name of the metric.
-        late: the seconds by which each rank was late, or the last of each of ``MAX_ROWS`` equal parts of them.
+        late: the seconds by which each rank was late, or the most of each of ``MAX_ROWS`` equal parts of them.
         checkpoint: the step of the last checkpoint; None for none.
     """
 
@@ -67,7 +67,7 @@ class Point(NamedTuple):
     calls: int
     metrics: Mapping[str, Values]
     outliers: Mapping[str, str] = {}
-    late: Sequence[float] = ()
+    late: tuple[float, ...] = ()
     checkpoint: int | None = None
 
     def joined(self, later: Point) -> Point:
@@ -80,7 +80,7 @@ class Point(NamedTuple):
         for name, rank in later.outliers.items():
             if name not in self.metrics or later.metrics[name][1] >= self.metrics[name][1]:
                 outliers[name] = rank
-        late = [max(pair) for pair in itertools.zip_longest(self.late, later.late, fillvalue=0.0)]
+        late = tuple(map(max, itertools.zip_longest(self.late, later.late, fillvalue=0.0)))
         return Point(later.step, later.time, self.calls + later.calls, metrics, outliers, late, later.checkpoint)
 
     def line(self) -> bytes:
@@ -89,26 +89,15 @@ class Point(NamedTuple):
     @classmethod
     def parse(cls, line: bytes) -> Point | None:
         """Parse a line; return None for one that the rank has not written whole, or that something else has."""
-        try:
-            step, time, calls, found, outliers, late, checkpoint = safe_files.parse_json(line)
-            if not all(map(_is_number, (step, time, calls, checkpoint or 0))):
-                return None
-            metrics = {}
-            for name, values in [*found.items()][:MAX_METRICS]:
-                low, high, last = values
-                if not all(map(_is_number, values)):
-                    return None
-                metrics[one_line(name[:MAX_NAME])] = float(low), float(high), float(last)
-            named = {name: one_line(str(rank)[:MAX_NAME]) for name, rank in outliers.items() if name in metrics}
-            if not all(map(_is_number, late)):
-                return None
-            return cls(int(step), float(time), int(calls), metrics, named, tuple(late[:MAX_ROWS]), checkpoint)
-        except (ValueError, TypeError, AttributeError):
-            return None
+        from torchx_monarch.model.codec import decode  # not in ranks, which write points
 
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float))
+        with contextlib.suppress(ValueError, TypeError):
+            point = decode(cls, dict(zip(cls._fields, safe_files.parse_json(line), strict=True)))
+            if all(len(values) == 3 for values in point.metrics.values()):
+                metrics = {one_line(name[:MAX_NAME]): point.metrics[name] for name in [*point.metrics][:MAX_METRICS]}
+                outliers = {name: one_line(rank[:MAX_NAME]) for name, rank in point.outliers.items() if name in metrics}
+                return point._replace(metrics=metrics, outliers=outliers, late=point.late[:MAX_ROWS])
+        return None
 
 
 def read_points(folder: str, below: str | None = None, name: str = NAME) -> list[Point]:
