@@ -109,9 +109,9 @@ def test_unreadable_configuration(
     assert "fail  monarch_local: File contains no section headers" in capsys.readouterr().out
 
 
-def test_options_need_a_scheduler(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("-cfg", "lease=3") == 64
-    assert "needs -s" in capsys.readouterr().err
+def test_options_need_a_scheduler() -> None:
+    with pytest.raises(UserError, match="-cfg needs -s SCHEDULER"):
+        run("-cfg", "lease=3")
 
 
 NEW = "[cli:run]\nscheduler = monarch_local\n\n[cli:list]\nscheduler = monarch_local\n"

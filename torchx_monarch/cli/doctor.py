@@ -17,6 +17,7 @@ from torchx.runner import config
 from torchx.specs import CfgVal
 
 from torchx_monarch.backends.core.backend import CheckResult
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.output import print_json
 from torchx_monarch.schedulers.install_checks import REMEDY, installed_version
@@ -37,8 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print a line for each check; exit with ``FAILED`` if one has failed."""
     if args.scheduler_args and not args.scheduler:
-        print("-cfg needs -s SCHEDULER: the options are a scheduler's", file=sys.stderr)
-        sys.exit(exit_codes.USAGE)
+        raise UserError("-cfg needs -s SCHEDULER: the options are a scheduler's")
     results = list(check_installation())
     if args.scheduler:
         check = functools.partial(_check_scheduler, args.scheduler, args.scheduler_args)

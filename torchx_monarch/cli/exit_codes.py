@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 
+from torchx_monarch.exceptions import TorchXMonarchError
+
 FAILED = 1
-"""1: a check of ``doctor`` has failed."""
+"""1: a check of ``doctor`` has failed, a job runs that is to be deleted, or a program has not survived a ``drill``."""
 
 USAGE = os.EX_USAGE
 """64: an argument has a wrong value, or names several apps. An unknown option is 2, the code of ``argparse``."""
@@ -24,7 +26,7 @@ BROKEN_PIPE = 141
 """Nobody reads the output any more: a shell's code for SIGPIPE."""
 
 
-class CommandError(Exception):
+class CommandError(TorchXMonarchError):
     """Raised to end a command with a message and an exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:

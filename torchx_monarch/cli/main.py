@@ -116,12 +116,11 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         from torchx.specs import InvalidRunConfigException, MalformedAppHandleException
         from torchx.specs.api import UnknownSchedulerException
 
-        from torchx_monarch.backends.core.errors import BackendError, UserError
+        from torchx_monarch.backends.core.errors import UserError
         from torchx_monarch.cli import exit_codes
         from torchx_monarch.cli.arguments import resolve, unknown
-        from torchx_monarch.cli.exit_codes import CommandError
         from torchx_monarch.client.hosts import UnknownAppError, say
-        from torchx_monarch.exceptions import AllocationError, CodeError, RefusedError, UnreachableError
+        from torchx_monarch.exceptions import TorchXMonarchError
         from torchx_monarch.system.termination import signal_of
 
         try:
@@ -135,18 +134,13 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
                 sys.stdout.flush()
         except KeyboardInterrupt as error:
             sys.exit(128 + signal_of(error))
-        except CommandError as error:
-            say(str(error))
-            sys.exit(error.exit_code)
-        except (UnreachableError, RefusedError, AllocationError, CodeError, BackendError) as error:
-            say(str(error))
-            sys.exit(exit_codes.UNAVAILABLE)
         except (MalformedAppHandleException, UnknownSchedulerException) as error:
             say(f"{error}. `torchx monarch ls` lists what there is.")
             sys.exit(exit_codes.USAGE)
-        except (UserError, InvalidRunConfigException) as error:
+        except (TorchXMonarchError, InvalidRunConfigException) as error:
             say(str(error))
-            sys.exit(exit_codes.USAGE)
+            is_unavailable = not isinstance(error, (UserError, InvalidRunConfigException))
+            sys.exit(getattr(error, "exit_code", exit_codes.UNAVAILABLE if is_unavailable else exit_codes.USAGE))
         except OSError as error:  # of stdout: nobody reads it any more (a run continues on the hosts), or a full disk
             if error.filename is not None or error.errno not in _OF_OUTPUT:
                 raise

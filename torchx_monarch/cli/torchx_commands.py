@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torchx.cli.cmd_base import AppHandleSubCommand
 from torchx.cli.cmd_cancel import CmdCancel as TorchXCmdCancel
@@ -23,9 +23,8 @@ from torchx.cli.cmd_status import CmdStatus as TorchXCmdStatus
 from torchx.runner import Runner
 from torchx.specs import parse_app_handle
 
-from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.cli import arguments
-from torchx_monarch.cli.exit_codes import UNAVAILABLE, USAGE, CommandError
+from torchx_monarch.cli.exit_codes import FAILED, UNAVAILABLE, USAGE, CommandError
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.schedulers import command
@@ -36,36 +35,33 @@ _SAVE_EXTRA = 60.0
 """Seconds beyond the grace period in which replica 0 says how ranks have ended."""
 
 if TYPE_CHECKING:
+    from torchx_monarch.backends.core.apps import Apps
     from torchx_monarch.backends.core.snapshot import AppSnapshot
     from torchx_monarch.model.state import State
 
 
-def _resolve(word: str) -> str:
-    """Return the handle that a word names; exit with a message if it names none."""
-    try:
-        return arguments.resolve(word)
-    except CommandError as error:
-        _exit(error)
+def _read_ours(handle: str, runner: Runner, option: str = "") -> tuple[Apps[Any], AppSnapshot, State] | None:
+    """Return a job of this package with its state and the apps of its scheduler; None for another scheduler's job.
 
+    Args:
+        option: what the user has typed that is for jobs of this package alone; empty for nothing.
 
-def _exit(error: CommandError) -> NoReturn:
-    print(error, file=sys.stderr)
-    sys.exit(error.exit_code)
-
-
-def _read_ours(handle: str, runner: Runner) -> tuple[AppSnapshot, State] | None:
-    """Return a job of this package and its state; None for another scheduler's; exit if the job does not exist."""
+    Raises:
+        CommandError: the job does not exist, or is another scheduler's and the option is for none of these.
+    """
     from torchx_monarch.schedulers.monarch import scheduler_of
 
     try:
         name, _, app_id = parse_app_handle(handle)
-        scheduler = scheduler_of(name, runner)
+        apps = scheduler_of(name, runner).apps
     except Exception:  # TorchX's command raises it again, unless the scheduler is of another package
+        if option:
+            raise CommandError(f"torchx: error: unrecognized arguments: {option}", 2) from None
         return None
-    found = scheduler.apps.read(app_id, brief=True)
+    found = apps.read(app_id, brief=True)
     if found is None:
-        _exit(arguments.unknown(handle))
-    return found[0], found[1].state
+        raise arguments.unknown(handle)
+    return apps, found[0], found[1].state
 
 
 class _NamedJob(AppHandleSubCommand):  # type: ignore[misc]
@@ -73,28 +69,16 @@ class _NamedJob(AppHandleSubCommand):  # type: ignore[misc]
 
     Attributes:
         brief: as in ``TorchXCommand``.
-        option: a switch for jobs of this package alone, with its help text; empty for none.
     """
 
     brief = False
-    option: tuple[str, str] | None = None
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
         subparser.add_argument("app_handle", type=str, help=arguments.HELP)
-        if self.option is not None:
-            subparser.add_argument(self.option[0], action="store_true", help=self.option[1], dest="is_extended")
-
-    def read_ours(self, args: argparse.Namespace, runner: Runner) -> tuple[AppSnapshot, State] | None:
-        """Return what ``_read_ours`` does; exit if the switch is given for another scheduler's job."""
-        found = _read_ours(args.app_handle, runner)
-        if found is None and self.option is not None and args.is_extended:
-            print(f"torchx: error: unrecognized arguments: {self.option[0]}", file=sys.stderr)
-            sys.exit(2)
-        return found
 
     def run(self, args: argparse.Namespace) -> None:
-        args.app_handle = _resolve(args.app_handle)
         with command.run(args, brief=self.brief):
+            args.app_handle = arguments.resolve(args.app_handle)
             super().run(args)
 
 
@@ -107,44 +91,45 @@ class CmdDescribe(TorchXCmdDescribe, _NamedJob):  # type: ignore[misc]
         """Show the app as it was written, and what its backend starts for each role."""
         super().run_with_runner(args, runner)
         if (found := _read_ours(args.app_handle, runner)) is not None:
-            for role in found[0].roles:
+            for role in found[1].roles:
                 print(role.spec.describe_start(), file=sys.stderr)
 
 
 class CmdCancel(TorchXCmdCancel, _NamedJob):  # type: ignore[misc]
     brief = True
-    option = (
-        "--save",
-        "first let ranks that use torchx_monarch.steps end at one step and save (jobs of torchx-monarch)",
-    )
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
         super().add_arguments(subparser)
+        help_text = "first let ranks that use torchx_monarch.steps end at one step and save (jobs of torchx-monarch)"
+        subparser.add_argument("--save", action="store_true", help=help_text)
         arguments.add_address(subparser)
 
     def run_with_runner(self, args: argparse.Namespace, runner: Runner) -> None:
-        found = self.read_ours(args, runner)
-        if args.is_extended and found is not None and not found[1].is_terminal:
-            _save_and_cancel(args.app_handle, found[0], runner, args.address)
+        found = _read_ours(args.app_handle, runner, "--save" if args.save else "")
+        if found is None:
+            super().run_with_runner(args, runner)
+            return
+        apps, app, state = found
+        if args.save and not state.is_terminal:
+            _save_and_cancel(args.app_handle, apps, app, runner, args.address)
             return
         super().run_with_runner(args, runner)
-        if found is not None and found[1].is_terminal:
+        if state.is_terminal:
             # One that can never start is still in the queue of a batch system, where TorchX's command leaves it.
-            scheduler, _, app_id = parse_app_handle(args.app_handle)
-            torchx_api.scheduler_of(runner, scheduler).apps.cancel(app_id)
-            print(f"{args.app_handle} had ended before: {found[1].name}", file=sys.stderr)
-        elif found is not None:
+            apps.cancel(app.app_id)
+            print(f"{args.app_handle} had ended before: {state.name}", file=sys.stderr)
+        else:
             print(f"cancelled {args.app_handle}", file=sys.stderr)
 
 
-def _save_and_cancel(handle: str, app: AppSnapshot, runner: Runner, address: str) -> None:
+def _save_and_cancel(handle: str, apps: Apps[Any], app: AppSnapshot, runner: Runner, address: str) -> None:
     from torchx_monarch.client.connection import Target, ask
 
     reasons, is_stopped = list[str](), False
     roles = [role.spec.name for role in app.roles if role.spec.workload is WorkloadKind.RANKS]
     if not roles:
         reason = f"not cancelled: {handle} has no ranks of its own that could save"
-        _exit(CommandError(f"{reason}. To end it without saving: torchx cancel {handle}", USAGE))
+        raise CommandError(f"{reason}. To end it without saving: torchx cancel {handle}", USAGE)
     try:
         for role in roles:
             target = Target.from_handle(handle, role, "" if reasons else address, runner)
@@ -152,30 +137,33 @@ def _save_and_cancel(handle: str, app: AppSnapshot, runner: Runner, address: str
             reasons.append(one_line(str(answer.get("reason"))))
             is_stopped = is_stopped or answer.get("stopped") is True
     except (UnreachableError, RefusedError) as error:
-        _exit(CommandError(f"not cancelled: {error}. To end it without saving: torchx cancel {handle}", UNAVAILABLE))
+        advice = f"To end it without saving: torchx cancel {handle}"
+        raise CommandError(f"not cancelled: {error}. {advice}", UNAVAILABLE) from None
     if not is_stopped:
         print(f"{handle} has ended by itself: {'; '.join(reasons)}", file=sys.stderr)
         return
     reason = "; ".join(["cancelled", *dict.fromkeys(reasons)])
-    scheduler, _, app_id = parse_app_handle(handle)
-    torchx_api.scheduler_of(runner, scheduler).apps.cancel(app_id, reason=reason)
+    apps.cancel(app.app_id, reason=reason)
     print(f"{handle} is {reason}", file=sys.stderr)
 
 
 class CmdDelete(TorchXCmdDelete, _NamedJob):  # type: ignore[misc]
     brief = True
-    option = "--force", "end the job first, if it has not ended (jobs of torchx-monarch)"
+
+    def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
+        super().add_arguments(subparser)
+        help_text = "end the job first, if it has not ended (jobs of torchx-monarch)"
+        subparser.add_argument("--force", action="store_true", help=help_text)
 
     def run_with_runner(self, args: argparse.Namespace, runner: Runner) -> None:
-        found = self.read_ours(args, runner)
-        if found is not None and not found[1].is_terminal and not args.is_extended:
-            print(
-                f"{args.app_handle} is {found[1].name}, and delete would end it and remove its logs.\n"
+        found = _read_ours(args.app_handle, runner, "--force" if args.force else "")
+        if found is not None and not found[2].is_terminal and not args.force:
+            raise CommandError(
+                f"{args.app_handle} is {found[2].name}, and delete would end it and remove its logs.\n"
                 f"To do so: torchx delete --force {args.app_handle}\n"
                 f"To end it and keep its logs: torchx cancel {args.app_handle}",
-                file=sys.stderr,
+                FAILED,
             )
-            sys.exit(1)
         super().run_with_runner(args, runner)
         if found is not None:
             print(f"deleted {args.app_handle} and its logs", file=sys.stderr)
@@ -185,11 +173,11 @@ class CmdLog(TorchXCmdLog):  # type: ignore[misc]
     """Implement ``torchx log``, whose identifier may go on with a role and replicas."""
 
     def run(self, args: argparse.Namespace) -> None:
-        if "://" not in args.identifier:
-            word, slash, rest = args.identifier.partition("/")
-            args.identifier = f"{_resolve(word)}{slash}{rest}"
         try:
             with command.run(args, sys.stdout):
+                if "://" not in args.identifier:
+                    word, slash, rest = args.identifier.partition("/")
+                    args.identifier = f"{arguments.resolve(word)}{slash}{rest}"
                 super().run(args)
         except KeyboardInterrupt:
             if args.identifier.partition("://")[0] not in {LOCAL, *(app.scheduler for app in recorded_apps())}:

@@ -8,6 +8,7 @@ after the component's name and nothing else. Components of other packages are pa
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.machinery
 import os
 import shutil
@@ -17,12 +18,15 @@ from typing import Any, NoReturn
 
 from torchx.cli.cmd_run import CmdRun as TorchXCmdRun
 
+from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.schedulers import command, is_ours
 
 _OWN = "monarch."
 """How the names of this package's components begin, as setup.cfg registers them."""
 
 _MODULE = "torchx_monarch.components"
+
+_wrong = functools.partial(CommandError, exit_code=2)
 
 
 class CmdRun(TorchXCmdRun):  # type: ignore[misc]
@@ -35,7 +39,8 @@ class CmdRun(TorchXCmdRun):  # type: ignore[misc]
             if unknown and any(word.startswith(_OWN) for word in parsed.component_name_and_args):
                 from torchx_monarch.command.component_arguments import no_run_option
 
-                _exit(no_run_option(unknown[0]))
+                print(no_run_option(unknown[0]), file=sys.stderr)
+                sys.exit(2)
             return parsed, unknown
 
         subparser.parse_known_args = parse  # type: ignore[assignment, method-assign]
@@ -48,17 +53,18 @@ class CmdRun(TorchXCmdRun):  # type: ignore[misc]
         return given
 
     def run(self, args: argparse.Namespace) -> None:
-        if not args.stdin:
-            typed = args.component_name_and_args
-            args.component_name_and_args = component_words(typed, args.scheduler, is_run=not args.dryrun)
         with command.run(args, sys.stderr):
+            if not args.stdin:
+                typed = args.component_name_and_args
+                args.component_name_and_args = component_words(typed, args.scheduler, is_run=not args.dryrun)
             super().run(args)
 
 
 def component_words(typed: list[str], scheduler: str, is_run: bool = True) -> list[str]:
     """Return a component and its arguments in a form that TorchX parses with the same meaning.
 
-    Exit with a message if they are wrong, or if they are to run on this machine and their program is not there.
+    Raises:
+        CommandError: they are wrong, or they are to run on this machine and their program is not there.
     """
     from torchx.runner import config
 
@@ -83,7 +89,7 @@ def component_words(typed: list[str], scheduler: str, is_run: bool = True) -> li
     try:
         parsed = component_arguments(component, function, words)
     except ComponentArgumentError as error:
-        _exit(str(error))
+        raise _wrong(str(error)) from None
     if parsed is None:
         return [component, "--help"]
     if scheduler == "monarch_local" and is_run:
@@ -97,7 +103,7 @@ def component_words(typed: list[str], scheduler: str, is_run: bool = True) -> li
             given = {*parsed.options, *config.load_sections("component").get(component, ())}
             if not given & {"lighthouse", "env"}:  # env may name another PATH
                 advice = "pip install torchft-nightly, or use --lighthouse http://HOST:PORT"
-                _exit(f"torchft_lighthouse is not on PATH: {advice}")
+                raise _wrong(f"torchft_lighthouse is not on PATH: {advice}")
     return [found_as, *parsed.words]
 
 
@@ -108,7 +114,7 @@ def _require_script(path: str) -> None:
     in a path.
     """
     if os.path.isdir(path) and not os.path.exists(os.path.join(path, "__main__.py")):
-        _exit(f"{path} is a folder without a __main__.py. Give a file in it.")
+        raise _wrong(f"{path} is a folder without a __main__.py. Give a file in it.")
     if path.endswith(".py") and "$" not in path and not os.path.exists(path):
         _missing(path, "file")
 
@@ -127,7 +133,7 @@ def _missing(path: str, kind: str) -> NoReturn:
 
     folder, name = os.path.split(os.path.abspath(path))
     beside = os.listdir(folder) if os.path.isdir(folder) else ()
-    _exit(f"there is no {kind} {name} in {folder}.{did_you_mean(name, beside)}")
+    raise _wrong(f"there is no {kind} {name} in {folder}.{did_you_mean(name, beside)}")
 
 
 def _function_of(found_as: str, component: str) -> Callable[..., Any] | None:
@@ -140,7 +146,7 @@ def _function_of(found_as: str, component: str) -> Callable[..., Any] | None:
     from torchx.specs import finder
 
     if component.endswith(".py"):  # TorchX would import ``train`` and look for its function ``py``
-        _exit(f"{component} is no component. To run a script: torchx run monarch.spmd --nproc 4 {component}")
+        raise _wrong(f"{component} is no component. To run a script: torchx run monarch.spmd --nproc 4 {component}")
     try:
         function: Callable[..., Any] = finder.get_component(found_as).fn
         return function
@@ -148,13 +154,8 @@ def _function_of(found_as: str, component: str) -> Callable[..., Any] | None:
         from torchx_monarch.model.spelling import did_you_mean
 
         if component in get_scheduler_factories():
-            _exit(f"{component} is a scheduler. To use it: torchx run -s {component} COMPONENT ...")
+            raise _wrong(f"{component} is a scheduler. To use it: torchx run -s {component} COMPONENT ...") from None
         hint = did_you_mean(component, finder.get_components())
-        _exit(f"there is no component {component}.{hint} `torchx builtins` lists them.")
+        raise _wrong(f"there is no component {component}.{hint} `torchx builtins` lists them.") from None
     except finder.ComponentValidationException:
         return None
-
-
-def _exit(message: str) -> NoReturn:
-    print(message, file=sys.stderr)
-    sys.exit(2)

@@ -27,13 +27,13 @@ from urllib.parse import urlencode
 
 from jinja2 import Environment
 
-from torchx_monarch.backends.core.errors import BackendError, UserError
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli import compare
-from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.ls import read_jobs
 from torchx_monarch.cli.report import page_of
 from torchx_monarch.cli.status import shape_of, show_when
+from torchx_monarch.exceptions import TorchXMonarchError
 from torchx_monarch.insight.report_page import templates
 from torchx_monarch.schedulers.recorded_apps import recorded_apps
 from torchx_monarch.system.untrusted_text import one_line, printable
@@ -131,7 +131,7 @@ class _Site:
                 return redirect
             try:
                 found = await page(request)
-            except (BackendError, UserError, CommandError) as failure:
+            except TorchXMonarchError as failure:
                 found = _page("message", title="torchx-monarch", text=one_line(str(failure), 2000))
             found.headers.update(_HEADERS)
             return found
@@ -291,7 +291,7 @@ def _events(texts: AsyncIterator[str]) -> Response:
     """Return server-sent events with texts, and one of the kind ``end`` after the last."""
 
     async def events() -> AsyncIterator[str]:
-        with contextlib.suppress(BackendError, UserError, CommandError):
+        with contextlib.suppress(TorchXMonarchError):
             async for text in texts:
                 yield f"data: {json.dumps(text)}\n\n"
         yield "event: end\ndata:\n\n"

@@ -55,6 +55,6 @@ def run(options: argparse.Namespace, log_stream: TextIO | None = None, *, brief:
         if hasattr(options, "sub_command"):  # `torchx monarch` shows errors itself, and has exit codes for them
             raise
         print(error, file=sys.stderr)
-        sys.exit(1)
+        sys.exit(getattr(error, "exit_code", 1))
     finally:
         running, threading.excepthook = None, before
