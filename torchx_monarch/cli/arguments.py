@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.insight.summary import show_duration
+from torchx_monarch.model.host_spec import parse_duration
 from torchx_monarch.schedulers.recorded_apps import LAST, named, recorded_apps
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torchx_monarch.client.hosts import Hosts
 
 HELP = "the app: its handle, its id or name, the beginning of one, or 'last'"
-
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 _CANDIDATES = 8
 """Apps that a message lists at most."""
@@ -130,15 +128,10 @@ def seconds(least: float, most: float) -> Callable[[str], float]:
 
 def since(text: str) -> datetime:
     """Parse ``--since``: a duration before now (``90s``, ``10m``, ``2h``, ``1d``), or a time (ISO 8601)."""
-    parts = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text)
-    try:
-        if parts:
-            when = datetime.fromtimestamp(time.time() - float(parts[1]) * _UNITS[parts[2] or "s"], timezone.utc)
-        else:
-            when = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    with contextlib.suppress(ValueError):
+        return datetime.fromtimestamp(time.time() - parse_duration(text), timezone.utc)
+    with contextlib.suppress(ValueError, OverflowError):
+        when = datetime.fromisoformat(text.replace("Z", "+00:00"))
         when.timestamp()  # which a time of the first and last years does not have
         return when
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a duration (90s, 10m, 2h, 1d) nor a time (2026-11-22T14:30)"
-        ) from None
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a duration (90s, 10m, 2h, 1d) nor a time (2026-11-22T14:30)")
