@@ -176,11 +176,11 @@ class CmdStop:
             is_running = answer["state"] in ("queued", "running")
             done = f"stopping run {args.run}" if is_running else f"run {args.run} has ended"
         elif (status := hosts.ask_status()) is None:  # they may still be queued: the scheduler can cancel them
-            if (before := hosts.runner.status(args.handle)) is None:
+            if (found := hosts.read_app(brief=True)) is None:
                 raise unknown(args.handle)
             hosts.release()
-            ended = before.is_terminal()
-            done = f"{args.handle} had ended before: {before.state.name}" if ended else f"cancelled {args.handle}"
+            state = found[1].state
+            done = f"{args.handle} had ended before: {state.name}" if state.is_terminal else f"cancelled {args.handle}"
         elif status.message:
             raise AllocationError(f"{status.message}; to end it: torchx cancel {args.handle}")
         else:

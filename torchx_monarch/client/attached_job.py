@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import re
@@ -19,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchx_monarch import __version__
 from torchx_monarch.client.connection import Connection, Target
@@ -34,9 +33,6 @@ from torchx_monarch.transport.address import Address
 monarch_api.prepare_import()
 
 from monarch.job import JobTrait, job_load  # noqa: E402
-
-if TYPE_CHECKING:
-    from torchx.runner import Runner
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -72,10 +68,8 @@ class AttachedJob(JobTrait):  # type: ignore[misc]
         self._attached_meshes: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        # Sockets cannot be pickled, nor the runner.
-        state = {**self.__dict__, "_attachments": {}, "_attached_meshes": [], "version": __version__}
-        state.pop("_runner", None)
-        return state
+        # Sockets cannot be pickled.
+        return {**self.__dict__, "_attachments": {}, "_attached_meshes": [], "version": __version__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if (version := state.pop("version", "of an earlier version")) != __version__:
@@ -99,12 +93,6 @@ class AttachedJob(JobTrait):  # type: ignore[misc]
             time.sleep(_ASK_EVERY / 4)
 
     # -- private hooks of Monarch 0.7's JobTrait -----------------------------------------------------------------------
-
-    def _is_running(self) -> bool:
-        from torchx.specs import is_terminal  # not for this_job(), in ranks
-
-        status = self._runner.status(self.handle) if self.handle else None
-        return status is not None and not is_terminal(status.state)
 
     def _connect_host_meshes(self, running_job: JobTrait) -> dict[str, Any]:
         # super() starts Monarch's sidecar process for mounts and telemetry, which reaches the hosts the same way as
@@ -151,18 +139,15 @@ class AttachedJob(JobTrait):  # type: ignore[misc]
     def _is_on_one_machine(self) -> bool:
         return (self.handle or "").startswith("monarch_local://")
 
-    @functools.cached_property
-    def _runner(self) -> Runner:
-        from torchx.runner import get_runner
-
-        return get_runner()
+    def _is_running(self) -> bool:
+        raise NotImplementedError
 
     def _roles(self) -> list[str]:
         raise NotImplementedError
 
     def _hosts_of(self, role: str) -> Hosts:
         assert self.handle is not None
-        return Hosts(self.handle, role, runner=self._runner)
+        return Hosts(self.handle, role)
 
     def _meshes(self) -> dict[str, Any]:
         meshes = {role: monarch_api.host_mesh(role, found.addresses) for role, found in self._attach().items()}

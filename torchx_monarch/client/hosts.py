@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from torchx_monarch.system.termination import closed_terminal_is_null
 if TYPE_CHECKING:
     from torchx.runner import Runner
 
+    from torchx_monarch.backends.core.apps import Apps
     from torchx_monarch.backends.core.snapshot import AppSnapshot
     from torchx_monarch.backends.core.state import AppStatus
     from torchx_monarch.client.result import RunInfo
@@ -122,7 +124,7 @@ class Hosts:
         self.handle = handle
         self._role = role
         self._address = address
-        self._runner = runner
+        self.runner = runner
         self._start_timeout = start_timeout
         self._target: Target | None = None
         self._has_answered = False
@@ -132,16 +134,16 @@ class Hosts:
     def __getstate__(self) -> dict[str, Any]:
         # time.monotonic() has no meaning on another machine or after a reboot
         app_state = self._app_state._replace(asked=_AppState().asked)
-        return {**self.__dict__, "_runner": None, "_target": None, "_app_state": app_state}
+        state = {**self.__dict__, "runner": None, "_target": None, "_app_state": app_state}
+        state.pop("_apps", None)
+        return state
 
-    @property
-    def runner(self) -> Runner:
-        """The TorchX runner, created on first use."""
-        if self._runner is None:
-            from torchx.runner import get_runner
+    @functools.cached_property
+    def _apps(self) -> Apps[Any]:
+        """The apps of the scheduler."""
+        from torchx_monarch.schedulers.monarch import scheduler_of
 
-            self._runner = get_runner()
-        return self._runner
+        return scheduler_of(self.handle.partition("://")[0], self.runner).apps
 
     @property
     def target(self) -> Target:
@@ -149,7 +151,7 @@ class Hosts:
         if self._is_released:
             raise UnreachableError(f"{self.handle} was released")
         if self._target is None:
-            self._target = Target.from_handle(self.handle, self._role, self._address, self._runner)
+            self._target = Target.from_handle(self.handle, self._role, self._address, self.runner)
         return self._target
 
     @property
@@ -165,7 +167,7 @@ class Hosts:
 
     def app_roles(self) -> list[str]:
         """Return the names of the roles of the app that have hosts; none with an address."""
-        app = None if self._address else self._read_app()
+        app = None if self._address else self.read_app()
         return [role.spec.name for role in app[0].roles if role.spec.workload] if app is not None else []
 
     def metrics(self, rank: int | None) -> list[AttemptMetrics]:
@@ -173,23 +175,24 @@ class Hosts:
         from torchx_monarch.schedulers.job_metrics import read_metrics
         from torchx_monarch.schedulers.job_status import log_folder, timeline_of
 
-        app = self._read_app()
+        app = self.read_app()
         if app is None:
             raise UnknownAppError(f"{self.handle} is not known")
         return read_metrics(log_folder(app[0])[0], timeline_of(*app, time.time()), rank)
 
-    def _read_app(self) -> tuple[AppSnapshot, AppStatus] | None:
+    def read_app(self, *, brief: bool = False) -> tuple[AppSnapshot, AppStatus] | None:
+        """Return what the scheduler says of the app (``Apps.read``)."""
+        return self._apps.read(self._app_id, brief=brief)
+
+    @property
+    def _app_id(self) -> str:
         from torchx.specs import parse_app_handle
 
-        from torchx_monarch.schedulers.monarch import opened
-
-        scheduler_name, _, app_id = parse_app_handle(self.handle)
-        with opened(scheduler_name, self._runner) as scheduler:
-            return scheduler.apps.read(app_id)
+        return str(parse_app_handle(self.handle)[2])
 
     def release(self) -> None:
         """Cancel the app through its scheduler; does nothing if the app has ended."""
-        self.runner.cancel(self.handle)
+        self._apps.cancel(self._app_id, waits=True)
         self._is_released, self._app_state = True, _AppState()
 
     def ask_status(self) -> AllocationStatus | None:
@@ -326,15 +329,12 @@ class Hosts:
         return f"the hosts ({name}){f': {reason}' if reason else ''}"
 
     def _ask_scheduler(self) -> _AppState:
-        # torchx.specs is half of the import time of torchx, and a run on hosts that answer does not need it.
-        from torchx.specs import NONE
-
-        status = self.runner.status(self.handle)
-        if status is None:
+        found = self.read_app(brief=True)
+        if found is None:
             name, reason = "UNKNOWN", f"{self.handle} does not exist"
         else:
-            name, reason = str(status.state.name), str(status.msg)
-            if name in ("RUNNING", "UNKNOWN") or reason == NONE:
+            name, reason = found[1].state.value, found[1].message
+            if name in ("RUNNING", "UNKNOWN"):
                 reason = ""
         self._app_state = _AppState(name, reason, time.monotonic())
         return self._app_state

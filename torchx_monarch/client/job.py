@@ -418,11 +418,9 @@ class SPMDJob(AttachedJob):
         return self._role_hosts.roles()
 
     def _hosts_of(self, role: str) -> Hosts:
-        return self._role_hosts if role == self._roles()[0] else super()._hosts_of(role)
+        return (
+            self._role_hosts if role == self._roles()[0] else Hosts(self.handle, role, runner=self._role_hosts.runner)
+        )
 
     def _is_running(self) -> bool:
         return self._role_hosts.status().state not in ENDED  # which the hosts themselves tell, through a tunnel, too
-
-    @property
-    def _runner(self) -> Runner:
-        return self._role_hosts.runner

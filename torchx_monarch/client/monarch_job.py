@@ -10,10 +10,12 @@ import os
 import shlex
 from collections.abc import Mapping
 
+from torchx.runner import get_runner
 from torchx.specs import AppDef, CfgVal
 
 from torchx_monarch.client import this_job
 from torchx_monarch.client.attached_job import CACHE, AttachedJob, Attachment
+from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.run_options import check_env
 from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
 from torchx_monarch.command.allocations import app_of_meshes, check_mesh_name, hold_for_clients
@@ -92,8 +94,7 @@ class MonarchJob(AttachedJob):
     def _create(self, client_script: str | None) -> None:
         if self._is_this_job():
             return
-        runner = self._runner
-        scheduler_of(self._scheduler, runner)
+        scheduler_of(self._scheduler)
         words = shlex.split(client_script or "")
         if client_script is not None:
             if not words:
@@ -102,7 +103,8 @@ class MonarchJob(AttachedJob):
                 words = ["python", *words]
             monarch_api.batch_job(self).dump(CACHE)
         hosts = hold_for_clients(self._app, 0.0 if words else self._idle_timeout, words)
-        self._handle = runner.run(hosts, self._scheduler, self._cfg, self._workspace)
+        with get_runner() as runner:
+            self._handle = runner.run(hosts, self._scheduler, self._cfg, self._workspace)
         _log.info("%s", self._handle)
 
     def _attach(self) -> dict[str, Attachment]:
@@ -118,7 +120,10 @@ class MonarchJob(AttachedJob):
         return isinstance(spec, MonarchJob) and spec._spec_key() == self._spec_key() and self._is_running()
 
     def _is_running(self) -> bool:
-        return self._is_this_job() or super()._is_running()
+        if self._is_this_job():
+            return True
+        found = self._hosts_of("").read_app(brief=True) if self.handle else None
+        return found is not None and not found[1].state.is_terminal
 
     def _kill(self) -> None:
         if self._is_this_job():
@@ -127,7 +132,7 @@ class MonarchJob(AttachedJob):
         if self._handle is None:
             return
         with contextlib.suppress(ValueError):
-            self._runner.cancel(self._handle)
+            Hosts(self._handle).release()
         self._wait_for_end()
 
     def _requires_sidecar_gateway(self) -> bool:
