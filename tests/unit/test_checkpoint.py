@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -182,6 +183,19 @@ def test_the_memory_of_a_killed_process_is_freed_by_the_next(tmp_path: Path) -> 
         process.kill()
     run_dirs.remove_left_memory()
     assert not os.path.exists(left)
+
+
+def test_a_host_without_shared_memory_has_sockets_with_a_long_tmpdir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (long := tmp_path / ("x" * 60)).mkdir()
+    monkeypatch.setattr(run_dirs, "_MEMORY", "/no/such/folder")
+    monkeypatch.setenv("TMPDIR", str(long))
+    path, lock = run_dirs.new_memory_dir("an-app-with-a-long-name-trainer-0")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
+        ready.bind(os.path.join(path, "ready"))
+    os.close(lock)
+    run_dirs.remove_tree(path)
 
 
 def test_a_host_ignores_what_a_rank_gives_up_as_the_host_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,16 +54,17 @@ MemoryDir: TypeAlias = tuple[str, int]
 
 
 def new_memory_dir(name: str) -> MemoryDir:
-    """Make a folder in memory, or in TMPDIR where /dev/shm is missing; return its path with its lock.
+    """Make a folder in memory, or as ``new_run_dir`` where /dev/shm is missing; return its path with its lock.
 
     The memory of processes that were killed is freed first: nothing else does it, and their locks are gone.
     """
     remove_left_memory()
     shown = re.sub(r"[^\w.-]", "_", name)[-40:]
-    where = _MEMORY if os.access(_MEMORY, os.W_OK) else os.path.abspath(os.environ.get("TMPDIR") or "/tmp")
     while True:
-        path = os.path.join(where, f"{_MEMORY_PREFIX}{shown}-{os.urandom(8).hex()}")
-        os.mkdir(path, 0o700)
+        if os.access(_MEMORY, os.W_OK):
+            os.mkdir(path := os.path.join(_MEMORY, f"{_MEMORY_PREFIX}{shown}-{os.urandom(8).hex()}"), 0o700)
+        else:
+            path = new_run_dir()
         with contextlib.suppress(FileNotFoundError):  # another process has found it before it was locked
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
