@@ -165,10 +165,6 @@ class PartExchange:
         self._find = find
         network.handlers["checkpoint"] = self._serve
 
-    def listen(self) -> str:
-        """Listen for other hosts; return the address. ``ConnectError`` or ``ValueError`` says why that cannot be."""
-        return self._network.listen() if self._network.options.replicas > 1 else ""
-
     async def _serve(self, peer: Peer) -> None:
         try:
             if (files := self._find(decode(tuple[int, ...], peer.greeting.get("part"), "part"))) is None:

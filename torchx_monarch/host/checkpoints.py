@@ -40,7 +40,12 @@ _OWN = 2
 
 
 class HostCheckpoints:
-    """Keep the checkpoints of a run, and report the parts when ranks have completed one."""
+    """Keep the checkpoints of a run, and report the parts when ranks have completed one.
+
+    Attributes:
+        folder: for the ranks.
+        world: the ranks of the present attempt; None before the first.
+    """
 
     def __init__(self, host: Host, memory: MemoryDir) -> None:
         self._host = host
@@ -50,7 +55,7 @@ class HostCheckpoints:
         self._parts: dict[tuple[int, ...], PartFiles] = {}  # by step, attempt and replica
         self._whole: set[tuple[int, ...]] = set()  # steps and attempts
         self._exchange = PartExchange(host.network, self._parts.get)
-        self._world: World | None = None
+        self.world: World | None = None
         self._said = set[str]()
         self._changing = asyncio.Lock()
         self._fetching = set[str]()
@@ -78,10 +83,6 @@ class HostCheckpoints:
             run_dirs.remove_tree(folder)
         os.close(self._lock)
 
-    def begin(self, world: World) -> None:
-        """Expect checkpoints of the ranks of an attempt."""
-        self._world = world
-
     async def find(self) -> CheckpointParts:
         await self._scan()
         return self._listed()
@@ -92,9 +93,9 @@ class HostCheckpoints:
 
     def _listed(self) -> CheckpointParts:
         address = ""
-        if self._parts:
+        if self._parts and self._host.options.replicas > 1:
             try:
-                address = self._exchange.listen()
+                address = self._host.network.listen()
             except (ConnectError, ValueError) as error:
                 self._say(f"no other host can fetch its checkpoints: {error}")
         return CheckpointParts(tuple(files.part for files in self._parts.values()), address)
@@ -135,7 +136,7 @@ class HostCheckpoints:
         found: list[tuple[CheckpointPart, str, dict[str, int]]] = []
         for path, step in self._writing():
             try:
-                if self._world is None or (part := self._part(self._world, path, step)) is None:
+                if self.world is None or (part := self._part(self.world, path, step)) is None:
                     continue
                 sizes = saved.sizes(os.path.join(path, saved.step_name(step)))
                 size = sum(sizes.values())

@@ -339,7 +339,7 @@ class RankRuns(Workload):
                 return await (await self._held_checkpoints()).persist(request)
             case host_messages.LaunchRanks():
                 checkpoints = await self._held_checkpoints()
-                checkpoints.begin(request.world)
+                checkpoints.world = request.world
                 pool.checkpoints = checkpoints.folder
                 pids = tuple(await pool.launch(request.world))
                 facts = await asyncio.to_thread(take_facts, pool.run, pool.starter.versions)
