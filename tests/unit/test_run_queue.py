@@ -17,6 +17,7 @@ import pytest
 from tests.waits import WITHIN, until_async
 from torchx_monarch.command.allocation_spec import AllocationSpec
 from torchx_monarch.controller.elastic import NodeRange
+from torchx_monarch.controller.host_events import HostLost
 from torchx_monarch.controller.host_messages import BeginRun, FinishRun, HostRefused, Request, RunBegun
 from torchx_monarch.controller.host_network import HostNetwork, Peer, RendezvousError
 from torchx_monarch.controller.hosts import JobHosts
@@ -230,6 +231,26 @@ def test_the_end_of_a_queued_run_leaves_the_timeout_of_the_running_one(tmp_path:
         await replica0.runs.close(JobResult(0, "released", stopped=True))
 
     asyncio.run(main())
+
+
+def test_an_event_ends_the_wait_for_a_run_also_when_a_client_leaves_meanwhile(tmp_path: Path) -> None:
+    """A cancelled ``asyncio.wait_for`` whose future is done goes on, until Python 3.12."""
+
+    async def main(steps: int) -> None:
+        replica0 = Replica0(tmp_path)
+        replica0.runs.idle_timeout = 600.0
+        events, event = replica0.runs.hosts.events, HostLost(1, JobResult(1, "lost"))
+        waiting = asyncio.ensure_future(events.until_event(replica0.runs.next_run()))
+        await asyncio.wait([waiting], timeout=0.01)
+        events.post(event)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        with replica0.runs.in_use():
+            pass
+        assert await asyncio.wait_for(waiting, WITHIN) is event
+
+    for steps in range(5):
+        asyncio.run(main(steps))
 
 
 def test_hosts_to_which_a_client_sends_its_code_are_not_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchx_monarch.command.allocation_spec import AllocationSpec
-from torchx_monarch.controller.host_events import RunEndRequested, StopRequested, concerns_hosts
+from torchx_monarch.controller.host_events import Changes, RunEndRequested, StopRequested, concerns_hosts
 from torchx_monarch.controller.host_messages import (
     BeginRun,
     FinishRun,
@@ -188,7 +188,7 @@ class RunQueue:
         self._count = 0
         self._busy_at = time.monotonic()
         self._users = 0
-        self._wake = asyncio.Event()
+        self._changes = Changes()
         self._result: JobResult | None = None
         self._feeding = set[asyncio.Task[Any]]()
         hosts.rendezvous.network.handlers.update(
@@ -216,14 +216,12 @@ class RunQueue:
     async def next_run(self) -> Run | JobResult:
         """Wait for a run, start it and return it; a result if the allocation ends for lack of runs."""
         while not (run := await self._open_next()):
-            counts = self.idle_timeout and not self._users
-            left = self._busy_at + self.idle_timeout - time.monotonic() if counts else None
+            counts, busy_at = self.idle_timeout and not self._users, self._busy_at
+            left = busy_at + self.idle_timeout - time.monotonic() if counts else None
             if left is not None and left <= 0:
                 reason = f"no run and no client for {self.idle_timeout:g} s: the hosts end"
                 return JobResult(0, reason, stopped=True)
-            self._wake.clear()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), left)
+            await self._changes.until(lambda since=busy_at: bool(self._queue) or self._busy_at != since, left)  # type: ignore[misc]
         run.started = time.time()
         if run.request.timeout is not None:
             reason = f"run {run.number} was ended by its timeout of {run.request.timeout:g} s"
@@ -315,7 +313,7 @@ class RunQueue:
         finally:
             self._users -= 1
             self._busy_at = time.monotonic()
-            self._wake.set()
+            self._changes.notify()
 
     def _end(self, run: Run, result: JobResult, records: Sequence[dict[str, Any]] = ()) -> None:
         self._count += run.state == "running"
@@ -381,7 +379,7 @@ class RunQueue:
             raise RendezvousError(f"the command, environment and function of the run are too large: {error}") from None
         self._number = number
         self._known.append(run)
-        self._wake.set()
+        self._changes.notify()
         return run
 
     def find(self, number: object) -> Run:
