@@ -101,7 +101,6 @@ class Tree:
 
     @property
     def size(self) -> int:
-        """The size of all files in bytes."""
         return sum(entry.size for entry in self.entries.values())
 
     @classmethod

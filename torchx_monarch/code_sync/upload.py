@@ -98,7 +98,6 @@ class Upload:
             weakref.finalize(self, files.pop_all().close)
 
     def append(self, piece: bytes) -> None:
-        """Add the next piece."""
         safe_files.write_all(self._packed.fileno(), piece)
         self.size += len(piece)
 
@@ -130,6 +129,5 @@ class Upload:
             raise UploadError(f"the code cannot be unpacked: {error}") from None
 
     def content(self, digest: str) -> bytes:
-        """Return an unpacked content."""
         start, size = self.contents[digest]
         return os.pread(self._unpacked.fileno(), size, start)

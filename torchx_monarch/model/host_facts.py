@@ -46,5 +46,4 @@ class Registration:
 
     @property
     def node(self) -> str:
-        """Return the name of the machine."""
         return self.machine or self.hostname

@@ -220,7 +220,6 @@ class HostSpec:
 
     @property
     def forks_ranks(self) -> bool:
-        """Whether ranks are forks of the zygote."""
         return self.ranks == "fork"
 
     @property

@@ -152,7 +152,6 @@ class RoleSpec:
 
     @property
     def runs_hosts(self) -> bool:
-        """Whether its replicas run host processes."""
         return self.workload is not WorkloadKind.NONE
 
     @property

@@ -18,7 +18,6 @@ class State(str, Enum):
 
     @property
     def is_terminal(self) -> bool:
-        """Whether an app or a replica in this state has ended."""
         return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED)
 
     def __str__(self) -> str:

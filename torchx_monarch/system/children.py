@@ -63,7 +63,6 @@ class Child:
             os.close(descriptor)
 
     async def wait(self) -> int:
-        """Wait for the end; return the exit code."""
         await self._ended.wait()
         assert self.returncode is not None
         return self.returncode

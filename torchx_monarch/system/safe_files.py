@@ -228,7 +228,6 @@ def write_into_reserve(reserve: str, path: str, data: bytes) -> None:
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write all bytes to a descriptor of a file."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]

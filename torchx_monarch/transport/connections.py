@@ -79,7 +79,6 @@ class Identity:
 
     @property
     def files(self) -> tuple[str, str, str]:
-        """The paths of certificate, key and authority."""
         return self.certificate, self.key, self.authority
 
     # Replica 0 connects to every host, and a context takes as long to create as a handshake.

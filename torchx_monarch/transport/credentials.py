@@ -54,15 +54,12 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Credentials:
-    """Certificates and keys, as PEM."""
-
     def to_text(self) -> str:
         """Return the credentials as one line of base64, for an environment variable or a backend's secret."""
         return base64.b64encode(json.dumps(dataclasses.asdict(self)).encode()).decode()
 
     @classmethod
     def from_text(cls: type[T], text: str) -> T:
-        """Parse the result of ``to_text``."""
         names = [field.name for field in dataclasses.fields(cls)]
         try:
             values = safe_files.parse_json(base64.b64decode(text, validate=True))

@@ -51,12 +51,10 @@ class Leases:
         return self._pause
 
     def start(self) -> None:
-        """Start to watch the leases."""
         self._checked_at = self._sent_at = time.monotonic()
         self._watching = asyncio.ensure_future(self._watch())
 
     def stop(self) -> None:
-        """Stop watching the leases."""
         if self._watching is not None:
             self._watching.cancel()
 

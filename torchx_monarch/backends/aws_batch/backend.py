@@ -65,7 +65,6 @@ class Aws:
         self._clients: dict[str, Any] = {}
 
     def client(self, service: str) -> Any:
-        """Return the boto3 client of a service."""
         with self._lock:
             if service not in self._clients:
                 options: dict[str, Any] = {"user_agent_extra": "torchx-monarch"}
@@ -92,7 +91,6 @@ class Aws:
         return answer
 
     def pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-        """Yield the pages of a paginated operation of Batch."""
         while True:
             answer = self.call("batch", operation, **arguments)
             yield answer
@@ -101,7 +99,6 @@ class Aws:
             arguments["nextToken"] = answer["nextToken"]
 
     def close(self) -> None:
-        """Close the connections."""
         with self._lock:
             for client in self._clients.values():
                 client.close()

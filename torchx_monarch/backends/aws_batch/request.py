@@ -76,8 +76,6 @@ _UNKNOWN = "\0"
 
 @dataclass(kw_only=True)
 class AWSBatchOpts(NetworkOpts):
-    """Run options of monarch_aws_batch."""
-
     queue: str
     """The job queue, by name or ARN. Jobs of several nodes need EC2 on-demand instances: not Fargate, not Spot. (This
     scheduler is experimental: tested with moto, and not on AWS itself.)"""
@@ -127,7 +125,6 @@ class AWSBatchOpts(NetworkOpts):
 
 
 def check_options(options: AWSBatchOpts) -> None:
-    """Raise UserError for a run option whose value is not allowed."""
     checks = (
         (options.job_type in ("auto", "multinode", "container"), "job_type", "auto, multinode or container"),
         (0 <= options.priority <= 9999, "priority", "a number from 0 to 9999"),
@@ -141,7 +138,6 @@ def check_options(options: AWSBatchOpts) -> None:
 
 
 def check_app(app: AppDef, roles: Sequence[RoleSpec], options: AWSBatchOpts) -> None:
-    """Raise UserError for an app that Batch cannot run."""
     replicas = sum(role.replicas for role in roles)
     if options.job_type == "container" and replicas != 1:
         raise UserError(f"run option job_type is container, which is for one replica; app {app.name!r} has {replicas}")
@@ -288,7 +284,6 @@ def _volume(mount: BindMount | VolumeMount) -> dict[str, Any]:
 
 
 def _ulimits(texts: list[str]) -> list[dict[str, Any]]:
-    """Parse ulimits of the form NAME:SOFT:HARD; empty texts are skipped."""
     limits = []
     for text in filter(None, (ulimit.strip() for ulimit in texts)):
         found = re.fullmatch(r"([^:]+):(-?\d+):(-?\d+)", text)
@@ -378,6 +373,5 @@ def secrets_of(job: Mapping[str, Any]) -> list[str]:
 
 
 def log_group(job: Mapping[str, Any]) -> str:
-    """Return the CloudWatch log group of a job's containers."""
     properties = _main_container(job)
     return str(properties.get("logConfiguration", {}).get("options", {}).get("awslogs-group", _DEFAULT_LOG_GROUP))

@@ -184,7 +184,6 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
 
     @property
     def root(self) -> str:
-        """The folder of all apps."""
         return os.path.join(state_files.state_dir(), self.name, "jobs")
 
     def new_folder(self, name: str, parent: str) -> str:
@@ -273,7 +272,6 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         return app_id
 
     def fill_folder(self, folder: JobFolder, request: BatchRequest) -> None:
-        """Write what the jobs read into the folder of an app."""
         state_files.write_json(folder.request, asdict(request))
         folder.clear(request.roles)
 

@@ -65,7 +65,6 @@ class JobFolder(state_files.AppPaths):
         return list(content.get("jobs", ()))
 
     def replica(self, role: str, replica: int) -> ReplicaFolder:
-        """Return the folder of one replica."""
         return ReplicaFolder(self, role, replica)
 
     def records(self, spec: RoleSpec) -> list[SupervisorRecord | None]:

@@ -21,8 +21,6 @@ class HTCondorOpts(AvoidOpts, AccountOpts):
 
 
 class HTCondorBackend(BatchBackend[HTCondorOpts]):
-    """HTCondor's commands."""
-
     options, name, install = HTCondorOpts, "htcondor", "HTCondor's commands (Debian 13: htcondor)"
     array, cancel_command = "CONDOR_PROCESS", ("condor_rm",)
     job_id, unknown_job = r"(\d+)\.\d+ - ", "(?i)not found|couldn't find|no jobs"

@@ -23,8 +23,6 @@ class LsfOpts(AvoidOpts, BatchOpts):
 
 
 class LsfBackend(BatchBackend[LsfOpts]):
-    """LSF's commands."""
-
     options, name, install = LsfOpts, "lsf", "LSF's commands, or source its profile.lsf"
     array, first_task, cancel_command = "LSB_JOBINDEX", 1, ("bkill",)
     job_id = r"Job <(\d+)>"

@@ -18,8 +18,6 @@ _STARTED = "RESU"
 
 @dataclass
 class PbsOpts(BatchOpts):
-    """Run options of monarch_pbs."""
-
     gpu_resource: str = "ngpus"
     """Resource by which a replica asks for GPUs."""
 

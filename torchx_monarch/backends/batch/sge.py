@@ -17,8 +17,6 @@ from torchx_monarch.model.state import State
 
 @dataclass
 class SgeOpts(AvoidOpts, BatchOpts):
-    """Run options of monarch_sge."""
-
     parallel_environment: str = "smp"
     """Parallel environment that gives a replica several CPUs of one machine."""
 
@@ -30,8 +28,6 @@ class SgeOpts(AvoidOpts, BatchOpts):
 
 
 class SgeBackend(BatchBackend[SgeOpts]):
-    """Grid Engine's commands."""
-
     options, name, install = SgeOpts, "sge", "Grid Engine's commands (Debian: gridengine-client)"
     array, first_task, cancel_command = "SGE_TASK_ID", 1, ("qdel",)
 

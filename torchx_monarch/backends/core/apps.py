@@ -25,8 +25,6 @@ S = TypeVar("S", bound=AppSnapshot)
 
 
 class Apps(Generic[S]):
-    """The apps of one backend."""
-
     def __init__(self, backend: Backend[Any, Any, S], scheduler: str) -> None:
         self.backend = backend
         self._scheduler = scheduler

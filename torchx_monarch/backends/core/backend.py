@@ -95,7 +95,6 @@ class CheckResult:
 
     @property
     def level(self) -> str:
-        """``ok`` or ``fail``."""
         return "fail" if self.advice else "ok"
 
     def line(self) -> str:

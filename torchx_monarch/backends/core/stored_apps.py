@@ -37,11 +37,9 @@ class StoredApps(Generic[T]):
 
     @property
     def folder(self) -> str:
-        """The path of the folder."""
         return os.path.join(state_files.state_dir(), *self._names)
 
     def path(self, app_id: str) -> str:
-        """Return the path of an app's file."""
         return os.path.join(self.folder, urllib.parse.quote(app_id, safe=""))
 
     def store(self, app_id: str, value: Any) -> None:
@@ -70,7 +68,6 @@ class StoredApps(Generic[T]):
         return sorted(map(urllib.parse.unquote, ids))
 
     def remove(self, app_id: str) -> None:
-        """Remove what is stored of an app."""
         state_files.remove_file(self.path(app_id))
 
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def scheduler_of(runner: Runner, name: str) -> Scheduler[Any]:
-    """Return the instance of a scheduler that a runner uses."""
     return runner._scheduler(name)
 
 

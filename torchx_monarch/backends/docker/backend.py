@@ -152,7 +152,6 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         return read_undamaged(apps.items(), lambda item: build(*item, cancelled.get(item[0]), read_results(item[1])))
 
     def _containers(self, app_id: str = "") -> list[Container]:
-        """Return the containers of an app; those of all apps without an id."""
         label = [LABEL_APP, f"{LABEL_APP_ID}={app_id}" if app_id else LABEL_APP_ID]
         found: list[Container] = self._client.containers.list(all=True, filters={"label": label}, ignore_removed=True)
         return found

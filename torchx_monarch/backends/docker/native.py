@@ -53,7 +53,6 @@ def answering() -> Iterator[None]:
 
 
 def explained(error: DockerException) -> str:
-    """Return the reason that the daemon gives for an error."""
     return str(getattr(error, "explanation", None) or error)
 
 
@@ -68,7 +67,6 @@ def map_concurrently(action: Callable[[T], R], arguments: Sequence[T]) -> list[R
 
 
 def environment(container: Container) -> dict[str, str]:
-    """Return the environment of a container's command."""
     return dict(word.split("=", 1) for word in container.attrs["Config"].get("Env") or () if "=" in word)
 
 

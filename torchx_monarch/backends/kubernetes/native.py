@@ -93,17 +93,14 @@ class Api:
         return cls(configuration, (context or {}).get("context", {}).get("namespace") or "default")
 
     def close(self) -> None:
-        """Close the connections."""
         self._pool.clear()
 
     # -- requests: each raises KubernetesError if the server is unreachable or refuses ---------------------------------
 
     def get(self, path: str, **query: str) -> Object:
-        """Return an object."""
         return self._json("GET", path, query)
 
     def find(self, path: str) -> Object | None:
-        """Return an object, or None if it does not exist."""
         return self._if_exists("GET", path, {})
 
     def items(self, path: str, selector: str) -> list[Object]:

@@ -70,8 +70,6 @@ _TERMINATION_LOG = "/dev/termination-log"
 
 @dataclass
 class KubernetesOpts(NetworkOpts):
-    """Run options of monarch_kubernetes."""
-
     namespace: str | None = None
     """The namespace. Default: the namespace of the kubeconfig's context."""
 
@@ -124,7 +122,6 @@ class StoredOptions:
 
 
 def check_options(cfg: KubernetesOpts) -> None:
-    """Check the run options that are Kubernetes' own."""
 
     def refuse(name: str, allowed: str) -> None:
         raise InvalidRunConfigException(f"Run option `{name}` is {cfg[name]!r}; {allowed}", name, dict(cfg))
@@ -217,7 +214,6 @@ def collection(api_version: str, kind: str, namespace: str) -> str:
 
 
 def path_of(resource: Object, namespace: str) -> str:
-    """Return the URL path of an existing object."""
     return f"{collection(resource['apiVersion'], resource['kind'], namespace)}/{resource['metadata']['name']}"
 
 
@@ -245,7 +241,6 @@ class _PodContext:
 def render_app(
     app: AppDef, specs: Sequence[RoleSpec], cfg: KubernetesOpts, namespace: str, record: dict[str, str]
 ) -> KubernetesRequest:
-    """Return the request for an app."""
     app_id = new_app_id(app.name)
     jobs = job_names(app_id, [role.name for role in app.roles])
     # The pods' subdomain is the Service's name. POD.SERVICE resolves within the namespace.

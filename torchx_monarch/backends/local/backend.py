@@ -35,8 +35,6 @@ _log = logging.getLogger("torchx_monarch")
 
 @dataclass
 class LocalOpts(QueueOpts, MonarchOpts):
-    """Run options of monarch_local."""
-
     on: str = ""
     """A live allocation whose hosts run the job, after the runs before it, in the place of new hosts of this machine: a
     handle of any scheduler, an id or name, or `last`. Options of hosts are then the allocation's."""

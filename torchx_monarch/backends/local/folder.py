@@ -113,7 +113,6 @@ class Owner:
 
 
 def write_owner(paths: state_files.AppPaths) -> None:
-    """Write that the calling process runs the app."""
     identity = processes.identity(os.getpid())
     assert identity is not None
     # asdict() leaves named tuples as they are, and JSON would write them as lists.

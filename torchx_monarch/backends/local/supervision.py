@@ -67,7 +67,6 @@ class RoleRequest:
 
     @property
     def name(self) -> str:
-        """The name of the role."""
         return self.spec.name
 
     def filled(self, app_id: str, replica: int) -> tuple[list[str], dict[str, str]]:
@@ -117,8 +116,6 @@ class SupervisorRequest:
 
 @dataclass
 class RoleRecord:
-    """The replicas of one role."""
-
     name: str
     replicas: list[ReplicaRecord] = field(default_factory=list)
 

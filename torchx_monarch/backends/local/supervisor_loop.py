@@ -165,7 +165,6 @@ class SupervisorLoop:
         self._start_all()
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Call the function when ``time.monotonic()`` reaches ``when``."""
         self._timers.enterabs(when, 0, call)
 
     def _on_time(self) -> float:

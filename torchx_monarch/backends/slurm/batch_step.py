@@ -97,7 +97,6 @@ class SlurmRequest(BatchRequest):
 
     @property
     def script(self) -> str:
-        """The batch script of the job."""
         return f"#!/bin/sh\nexec {shlex.join([*_STARTER, 'slurm.batch_step', self.folder])}\n"
 
     def step(self, index: int) -> list[str]:
@@ -120,8 +119,6 @@ def option_words(options: Mapping[str, str | None]) -> list[str]:
 
 
 class BatchStep:
-    """Run a job to its end."""
-
     def __init__(self, folder: JobFolder, request: SlurmRequest) -> None:
         self._folder = folder
         self._request = request
@@ -139,7 +136,6 @@ class BatchStep:
         self._kill_at = float("inf")
 
     def run(self) -> int:
-        """Run the job and return its exit code."""
         wake = processes.watch_signals((signal.SIGTERM, signal.SIGCHLD))
         with contextlib.suppress(OSError):  # a full disk
             safe_files.make_reserve(self._folder.reserve, self._record.reserve_bytes)

@@ -29,8 +29,6 @@ _SBATCH = "partition account qos time constraint reservation comment mail-user m
 
 @dataclass
 class SlurmOpts(AvoidOpts, AccountOpts):
-    """Run options of monarch_slurm."""
-
     partition: str | None = None
     """The partition to run the job in."""
 

@@ -287,12 +287,10 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def stop(self, app: SshSnapshot, outcome: Outcome, grace: float | None) -> None:
-        """Ask the supervisors of all replicas to end them."""
         outcome = replace(outcome, time=outcome.time or time.time())
         self._order(app.app_id, app.layout, "stop", outcome=asdict(outcome), grace=grace)
 
     def remove(self, app: SshSnapshot) -> None:
-        """Remove the folders of all replicas."""
         _, lost = self._order(app.app_id, app.layout, "remove")
         if lost:
             raise next(iter(lost.values()))

@@ -80,7 +80,6 @@ class RefusedOrderError(SshError):
 
 
 def find_ssh() -> str:
-    """Return the path of ssh."""
     ssh = shutil.which("ssh")
     if ssh is None:
         raise SshError("", "`ssh` is not on the PATH; install OpenSSH's client (Debian: openssh-client)")

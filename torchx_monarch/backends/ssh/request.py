@@ -24,8 +24,6 @@ from torchx_monarch.model.role_spec import RoleSpec
 
 @dataclass
 class SshOpts(QueueOpts, AvoidOpts, NetworkOpts):
-    """The run options of monarch_ssh."""
-
     hosts: list[str] = field(default_factory=list)
     """The machines, as ssh names them: `alice@a;b;10.0.0.3:2222`, IPv6 addresses in brackets; or `@FILE`, a file with a
     machine on each line. Replica K of each role runs on the K-th of them; groups have machines of their own."""
@@ -103,7 +101,6 @@ def parse_hosts(hosts: Sequence[str] | None) -> list[str]:
 
 
 def render(app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest:
-    """Return the request that runs an app."""
     hosts = [name for name in parse_hosts(options.hosts) if ssh_arguments(name)[-1] not in options.left_out]
     if not hosts:
         raise UserError("name the machines: -cfg hosts='alice@a;b;10.0.0.3:2222', or hosts=@FILE with one on each line")

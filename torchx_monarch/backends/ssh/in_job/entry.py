@@ -37,7 +37,6 @@ _WORKSPACE = "workspace"
 
 
 def paths_of(name: str) -> state_files.AppPaths:
-    """Return the paths of a replica."""
     if not state_files.is_app_id(name):
         raise ValueError(f"{name!r} is no id")
     return state_files.app_paths(name)
@@ -146,15 +145,12 @@ class OrderServer:
         self._code = Code()
 
     def hello(self) -> Any:
-        """Describe the machine."""
         return {"hostname": os.uname().nodename, "address": _address(), "python": sys.executable}
 
     def expect_code(self, digests: list[str]) -> Any:
-        """Prepare to receive a workspace with these contents; return which are not here."""
         return self._code.expect(digests)
 
     def take_code(self, piece: str) -> Any:
-        """Receive a piece of an upload with these contents."""
         self._code.take(base64.b64decode(piece))
 
     def start(self, name: str, request: Any, place: Any, gpu_count: int, workspace: str, app: Any) -> Any:
@@ -199,7 +195,6 @@ class OrderServer:
             safe_files.replace_file(os.path.join(state_files.state_dir(), PYTHON_FILE), os.fsencode(sys.executable))
 
     def confirm(self) -> Any:
-        """Keep what was started."""
         self._unconfirmed.clear()
 
     def give_up(self) -> Any:
@@ -222,7 +217,6 @@ class OrderServer:
         return {"replicas": found, "damaged": damaged}
 
     def stop(self, names: list[str], outcome: Any, grace: float | None) -> Any:
-        """Begin to end replicas."""
         for paths in filter(None, map(_existing, names)):
             folder.request_stop(paths, codec.decode(Outcome, outcome), grace)
 
