@@ -5,7 +5,7 @@ Ranks do not inherit them. An app that is submitted from inside a replica of ano
 """
 
 import re
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 
 CREDENTIALS = "MONARCH_CREDENTIALS"
 """The variable that carries a job's credentials to its hosts: the text itself, or ``file:PATH`` (see
@@ -60,6 +60,11 @@ _REPLICA0 = re.compile(r"MONARCH_REPLICA0_\d+")
 def replica0_variable(role: int) -> str:
     """Return the name of the variable in which every replica of an app finds the host of a role's replica 0."""
     return f"MONARCH_REPLICA0_{role}"
+
+
+def replica0_variables(hosts: Sequence[str]) -> dict[str, str]:
+    """Return the variables with the host of each role's replica 0, given these hosts in the order of the roles."""
+    return {RANK0_HOST: hosts[0], **{replica0_variable(role): host for role, host in enumerate(hosts)}}
 
 
 SAVE = "save"

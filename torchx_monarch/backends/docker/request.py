@@ -24,7 +24,7 @@ from torchx.specs import AppDef
 from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.backends.core.options import NetworkOpts, safe_name
 from torchx_monarch.backends.local import gpus
-from torchx_monarch.model.env_names import JOB_VARIABLES, RANK0_HOST, replica0_variable
+from torchx_monarch.model.env_names import JOB_VARIABLES, replica0_variables
 
 LABEL_APP = "torchx-monarch/app"
 """Label with the app, the output of ``SubmittedApp.pack``. TorchX's own scheduler does not set it."""
@@ -58,7 +58,6 @@ def render(app: AppDef, options: DockerOpts) -> DockerJob:
     # Not submit_dryrun: it calls each role's pre_proc, which the scheduler around this backend does.
     job: DockerJob = torchx_api.render(DockerScheduler("torchx"), named, options).request
     names = host_names(job.app_id, {role.name: role.num_replicas for role in app.roles})
-    first_hosts = [names[role.name][0] for role in app.roles]
     roles = {role.name: role for role in app.roles}
     _give_gpus(job.containers, app)
     for container in job.containers:
@@ -75,8 +74,7 @@ def render(app: AppDef, options: DockerOpts) -> DockerJob:
         for variable in JOB_VARIABLES:
             if variable not in role.env:
                 env.pop(variable, None)  # set by copy_env, if submitted from within another job
-        env[RANK0_HOST] = first_hosts[0]
-        env |= {replica0_variable(index): host for index, host in enumerate(first_hosts)}
+        env |= replica0_variables([names[role.name][0] for role in app.roles])
         # The name keeps replicas apart even if they all mount one folder of this machine as their /tmp.
         env.setdefault(LOG_DIR, f"/tmp/torchx-monarch/{name}")
         env.setdefault(ERROR_FILE, f"/tmp/{name}.error.json")

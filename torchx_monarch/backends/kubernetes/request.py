@@ -23,7 +23,7 @@ from torchx.specs.overlays import get_overlay
 from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.backends.core.state import HOST_EXTRA
-from torchx_monarch.model.env_names import CREDENTIALS, RANK0_HOST, replica0_variable
+from torchx_monarch.model.env_names import CREDENTIALS, RANK0_HOST, replica0_variables
 from torchx_monarch.model.role_spec import RoleSpec
 
 _TAINT = re.compile(r"(?P<key>[^=:\s]+)(=(?P<value>[^=:\s]*))?(:(?P<effect>\w+))?")
@@ -223,28 +223,13 @@ def owner(resource: Object) -> Object:
     return {"apiVersion": resource["apiVersion"], "kind": resource["kind"], **metadata}
 
 
-@dataclass(frozen=True)
-class _PodContext:
-    """The properties that the pods of all roles of an app share.
-
-    Attributes:
-        app_id: the app's id without the namespace; also the name of its Service and its Secret.
-        hosts: the host name of each role's replica 0, in the order of the roles.
-    """
-
-    app_id: str
-    namespace: str
-    cfg: KubernetesOpts
-    hosts: Sequence[str]
-
-
 def render_app(
     app: AppDef, specs: Sequence[RoleSpec], cfg: KubernetesOpts, namespace: str, record: dict[str, str]
 ) -> KubernetesRequest:
     app_id = new_app_id(app.name)
     jobs = job_names(app_id, [role.name for role in app.roles])
     # The pods' subdomain is the Service's name. POD.SERVICE resolves within the namespace.
-    context = _PodContext(app_id, namespace, cfg, [f"{job}-0.{app_id}" for job in jobs])
+    hosts = [f"{job}-0.{app_id}" for job in jobs]
     metadata: Object = {"name": app_id, "labels": {LABEL_APP: app_id, **(cfg.labels or {})}}
     service: Object = {
         "apiVersion": "v1",
@@ -254,10 +239,11 @@ def render_app(
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {LABEL_APP: app_id}},
     }
     # The record first: after a submission that is killed, `torchx list` shows the app and `torchx delete` removes it.
-    objects = [service, secret(metadata)]
+    request = KubernetesRequest(namespace, app_id, [service, secret(metadata)])
     for index, (job, spec) in enumerate(zip(jobs, specs, strict=True)):
-        objects.append(_job(job, index, spec, metadata["labels"], cfg, _template(app, index, spec.runs_hosts, context)))
-    return KubernetesRequest(namespace, app_id, objects)
+        template = _template(request, app, index, _variables(request, spec.runs_hosts, hosts), cfg)
+        request.objects.append(_job(job, index, spec, metadata["labels"], cfg, template))
+    return request
 
 
 def _job(name: str, index: int, spec: RoleSpec, labels: Object, cfg: KubernetesOpts, template: Object) -> Object:
@@ -297,25 +283,30 @@ def _retries(spec: RoleSpec) -> Object:
     return fields
 
 
-def _template(app: AppDef, index: int, runs_hosts: bool, context: _PodContext) -> Object:
-    """Return the pod that TorchX renders for a role, adapted to its host and the run options."""
-    role, cfg = app.roles[index], context.cfg
-    values = macros.Values(img_root="", app_id=context.app_id, replica_id=_REPLICA, rank0_env=RANK0_HOST)
+def _template(
+    request: KubernetesRequest, app: AppDef, index: int, added: Sequence[Object], cfg: KubernetesOpts
+) -> Object:
+    """Return the pod that TorchX renders for a role, adapted to its host and the run options.
+
+    ``added`` are the variables that it gets beside those of its role, which they override.
+    """
+    role, app_id = app.roles[index], request.app_id
+    values = macros.Values(img_root="", app_id=app_id, replica_id=_REPLICA, rank0_env=RANK0_HOST)
     applied: Role = values.apply(role)
     applied.env["TORCHX_IMAGE"] = applied.image  # as in TorchX
     if handle := applied.env.get("TORCHX_JOB_ID"):  # TorchX omits the namespace, and no app has that handle
-        applied.env["TORCHX_JOB_ID"] = handle.replace(f"/{context.app_id}", f"/{context.namespace}:{context.app_id}")
+        applied.env["TORCHX_JOB_ID"] = handle.replace(f"/{app_id}", f"/{request.namespace}:{app_id}")
     pod = role_to_pod("main", applied, cfg.service_account)
     if overlay := get_overlay(role, "kubernetes", "V1Pod"):
         torchx_api.apply_pod_overlay(pod, overlay)
     made: Object = sanitize_for_serialization(pod)
     metadata, spec = made["metadata"], made["spec"]
-    labels = pod_labels(app=app, role_idx=index, role=role, replica_id=0, app_id=context.app_id)
+    labels = pod_labels(app=app, role_idx=index, role=role, replica_id=0, app_id=app_id)
     del labels[LABEL_REPLICA_ID]
-    labels.update({LABEL_APP: context.app_id, **(cfg.labels or {}), LABEL_ROLE: str(index)})
+    labels.update({LABEL_APP: app_id, **(cfg.labels or {}), LABEL_ROLE: str(index)})
     metadata.setdefault("labels", {}).update(labels)
     metadata.setdefault("annotations", {}).update(cfg.annotations or {})
-    spec["subdomain"] = context.app_id
+    spec["subdomain"] = app_id
     spec["terminationGracePeriodSeconds"] = cfg.grace + int(HOST_EXTRA)
     # Otherwise the command is process 1 of its PID namespace, and the kernel discards signals that process 1 has no
     # handler for: a shell, or an interpreter that is still importing, would last for the whole grace period.
@@ -338,7 +329,6 @@ def _template(app: AppDef, index: int, runs_hosts: bool, context: _PodContext) -
     # termination message; its last log lines then serve as one.
     container["terminationMessagePolicy"] = "FallbackToLogsOnError"
     container["command"] = [_expandable(word) for word in container.get("command", ())]
-    added = _variables(runs_hosts, context)
     names = {variable["name"] for variable in added}
     variables = [dict(variable) for variable in container.get("env", ()) if variable["name"] not in names]
     for variable in variables:
@@ -363,17 +353,14 @@ def _exclude_nodes(spec: Object, nodes: Sequence[str]) -> None:
         term.setdefault("matchExpressions", []).append(rule)
 
 
-def _variables(runs_hosts: bool, context: _PodContext) -> list[Object]:
-    """Return the environment variables that a pod gets beside those of its role, which they override."""
-    hosts = {RANK0_HOST: context.hosts[0]}
-    # Controllers connect to replica 0 of the other roles.
-    hosts.update({replica0_variable(index): host for index, host in enumerate(context.hosts)})
+def _variables(request: KubernetesRequest, runs_hosts: bool, hosts: Sequence[str]) -> list[Object]:
+    """Return the environment variables of the pods of a role; ``hosts`` are the replicas 0 of all roles."""
     # A variable can refer only to variables before it, and Kubernetes appends its own JOB_COMPLETION_INDEX at the end.
     added: list[Object] = [{"name": _INDEX, "valueFrom": {"fieldRef": {"fieldPath": _INDEX_ANNOTATION}}}]
-    added += [{"name": name, "value": host} for name, host in hosts.items()]
+    added += [{"name": name, "value": host} for name, host in replica0_variables(hosts).items()]
     if runs_hosts:
         # From a Secret, so that descriptions of the pod do not contain the private key.
-        reference = {"secretKeyRef": {"name": context.app_id, "key": SECRET_KEY}}
+        reference = {"secretKeyRef": {"name": request.app_id, "key": SECRET_KEY}}
         added.append({"name": CREDENTIALS, "valueFrom": reference})
         added.append({"name": TERMINATION_VARIABLE, "value": _TERMINATION_LOG})
         # The address, not the name: the cluster's DNS knows a pod some seconds after its start.

@@ -18,7 +18,7 @@ from torchx_monarch.backends.local.supervision import RoleRequest, SupervisorReq
 from torchx_monarch.backends.ssh import workspace
 from torchx_monarch.backends.ssh.in_job.wire import Layout
 from torchx_monarch.backends.ssh.native import ssh_arguments
-from torchx_monarch.model.env_names import CREDENTIALS, RANK0_HOST, replica0_variable
+from torchx_monarch.model.env_names import CREDENTIALS, replica0_variables
 from torchx_monarch.model.role_spec import RoleSpec
 
 
@@ -69,8 +69,7 @@ class SshRequest:
         """
         spec = self.roles[role].spec
         machine = ssh_arguments(self.layout.machines[role][k])[-1]
-        env = {RANK0_HOST: first[0], "MONARCH_NODE": machine, **self.roles[role].env}
-        env |= {replica0_variable(index): host for index, host in enumerate(first)}
+        env = {"MONARCH_NODE": machine, **self.roles[role].env, **replica0_variables(first)}
         if spec.runs_hosts and credentials:
             env[CREDENTIALS] = credentials
         roles = [replace(self.roles[role], spec=spec.alone(), env=env, first=k)]
