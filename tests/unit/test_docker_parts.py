@@ -259,9 +259,9 @@ def test_the_last_line_of_a_host_without_an_error_file_is_shown_as_output(monkey
 
 
 def test_a_host_that_must_not_be_restarted_has_ended() -> None:
-    result = HostResult(78, "boom", no_retry_reason="exit code 78 asks for it", restarts=1, ended=NOW - 20)
-    container = one("main", ended=NOW - 1)
-    container.attrs["RestartCount"] = 2
+    result = HostResult(78, "boom", no_retry_reason="exit code 78 asks for it", restarts=1)
+    container = one("main", ended=NOW - 20)
+    container.attrs["RestartCount"] = 1
     app = build([spec("main", hosts=True)], container, results={"main/0": result})
     (replica,) = app.replicas
     assert (replica.state, replica.restarts, replica.ended) == (State.FAILED, 1, NOW - 20)
@@ -271,20 +271,18 @@ def test_a_host_that_must_not_be_restarted_has_ended() -> None:
 
 
 def test_marker_files_are_read_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = HostResult(3, "x", no_retry_reason="w", restarts=0, ended=1.0)
+    result = HostResult(3, "x", no_retry_reason="w", restarts=0)
     reads: list[str] = []
 
     def read_file(container: SimpleNamespace, path: str) -> str:
         reads.append(container.id)
         counted = HostResult(restarts=1)  # of a host that has not ended
-        return "" if path == "/tmp/a" else (result if container.id == "failed/0" else counted).to_text()
+        return "" if path == "/tmp/a" else (result if container.id == "final/0" else counted).to_text()
 
     monkeypatch.setattr(snapshot, "read_file", read_file)
-    restarted = one("restarted")
-    restarted.attrs["RestartCount"] = 1
-    found = [one("failed", code=3), restarted, one("fine"), one("runs", "running"), one("new", "created", code=127)]
-    assert snapshot.read_results(cast(Any, found)) == {"failed/0": result}
-    assert sorted(reads) == ["failed/0", "failed/0", "restarted/0", "restarted/0"]
+    found = [one("failed", code=3), one("final"), one("fine"), one("runs", "running"), one("new", "created", code=127)]
+    assert snapshot.read_results(cast(Any, found)) == {"final/0": result}
+    assert sorted(reads) == ["final/0", "final/0", "fine/0", "fine/0"]
 
 
 def test_a_damaged_label_is_named() -> None:

@@ -13,7 +13,7 @@ from torchx_monarch.controller.members import Attempt
 from torchx_monarch.host import no_restart_marker
 from torchx_monarch.host.no_restart_marker import VARIABLE, NoRestartMarker
 from torchx_monarch.model.backoff import Backoff
-from torchx_monarch.model.host_result import HostResult, why_no_other_start
+from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.host_spec import HostSpec, parse_exit_codes
 from torchx_monarch.model.job_result import JobResult, RankExit, StepsDone
 
@@ -139,47 +139,30 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_ends_are_known_at_the_next_start(own: Path) -> None:
+def test_starts_are_counted_and_the_last_end_is_noted(own: Path) -> None:
     environ = {VARIABLE: f"{own}/shared/note:{own}/new/note"}
-    for _ in range(2):
+    for restarts in range(2):
         host = NoRestartMarker(environ)
-        assert host.begin() is None
-        assert host.end(LOST)
+        host.begin()
+        assert host.restarts == restarts and host.end(LOST) is None
     assert host.end(FAILED)
-    for _ in range(2):
-        again = NoRestartMarker(environ)
-        stored = again.begin()
-        assert stored == replace(FAILED, failed_at=5.0, restarts=1)
-        assert again.end(stored)
+    noted = HostResult.from_text((own / "new" / "note").read_text())
+    assert noted == replace(FAILED, failed_at=5.0, restarts=1)
     assert not (own / "shared").exists()
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"restarts": "x"}', '{"restarts": 0, "message": 1, "final": "w"}'])
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"restarts": "x"}'])
 def test_what_is_no_note_is_none(own: Path, text: str) -> None:
     (own / "note").write_text(text)
-    assert NoRestartMarker({VARIABLE: f"{own}/note"}).begin() is None
+    host = NoRestartMarker({VARIABLE: f"{own}/note"})
+    host.begin()
+    assert host.restarts == 0
 
 
 def test_where_nothing_can_be_noted(own: Path) -> None:
     (own / "file").write_text("")
     host = NoRestartMarker({VARIABLE: f"{own}/file/note"})
-    assert host.begin() is None
-    assert host.end(LOST)
-    assert not host.end(FAILED)
-    assert NoRestartMarker({}).begin() is None
-    assert NoRestartMarker({}).end(FAILED)
-
-
-@pytest.mark.parametrize(
-    ("result", "retry_on", "reason"),
-    [
-        (JobResult(78, "", CAUSE), (), "EX_CONFIG"),
-        (JobResult(3, "", CAUSE), (1, 137), "is not one of 1, 137"),
-        (JobResult(3, "", CAUSE), (3,), ""),
-        (JobResult(0, ""), (1,), ""),
-        (JobResult(1, "a host was lost"), (3,), ""),
-    ],
-)
-def test_programs_decide_and_not_what_befalls_hosts(result: JobResult, retry_on: tuple[int, ...], reason: str) -> None:
-    assert reason in why_no_other_start(result, retry_on)
-    assert bool(reason) == bool(why_no_other_start(result, retry_on))
+    host.begin()
+    assert host.end(LOST) is None
+    assert host.end(FAILED) is False
+    assert NoRestartMarker({}).end(FAILED) is None

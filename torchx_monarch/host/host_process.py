@@ -83,10 +83,7 @@ class HostProcess:
         host = self._host
         self._handle_signals()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
-        if stored := self._no_restart_marker.begin():
-            host.reporter.line(f"host {host.options.replica}: not started again: {stored.no_retry_reason}")
-            write_result(stored, host.environ, host.reporter)
-            self._exit(stored, exit_code=0)  # dockerd restarts after any other code
+        self._no_restart_marker.begin()
         if not host.environ.get("MONARCH_EVENTS"):  # no process outside the hosts reports the start
             host.reporter.record("job_started", f"replica 0 runs on {host.hostname}")
         host.reporter.begin_result()
@@ -127,11 +124,12 @@ class HostProcess:
                 host.reporter.report("on_end", failure)
         self._exit(written)
 
-    def _exit(self, result: HostResult, *, exit_code: int | None = None) -> NoReturn:
+    def _exit(self, result: HostResult) -> NoReturn:
         host = self._host
         if self._error_file:
             error_files.remove_reserve(self._error_file)
-        if not self._no_restart_marker.end(result):
+        is_marked = self._no_restart_marker.end(result)
+        if is_marked is False:
             host.reporter.line("it may be started again: there is no folder here to note that it must not be")
         self._workload.close()
         marker = host.environ.get(processes.MARKER, "")
@@ -141,7 +139,7 @@ class HostProcess:
             run_dirs.remove_tree(folder)
         WriterThread.finish()
         # Joining the threads of the executor can take seconds, and they have no work left.
-        os._exit((result.code or 0) if exit_code is None else exit_code)
+        os._exit(0 if is_marked else result.code or 0)  # dockerd restarts after any other code
 
     async def _job(self) -> JobResult:
         host, options, workload = self._host, self._host.options, self._workload

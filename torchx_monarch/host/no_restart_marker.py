@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Keep the result of a host that must not be restarted, for backends that restart it whatever its exit code (dockerd).
 
-The backend sets ``MONARCH_STARTS`` to paths separated by colons. The host uses the first path that it can write and
-that is not on a mount: another host may share a mounted folder, and the folder may be empty at the next start.
+The host then ends with code 0, after which dockerd does not restart it. The backend sets ``MONARCH_STARTS`` to paths
+separated by colons. The host uses the first path that it can write and that is not on a mount: another host may share a
+mounted folder, and the folder may be empty at the next start.
 """
 
 from __future__ import annotations
@@ -29,23 +30,17 @@ class NoRestartMarker:
         self._paths = [path for path in environ.get(VARIABLE, "").split(":") if path]
         self.restarts = 0
 
-    def begin(self) -> HostResult | None:
-        """Count a start of the host; if an earlier start has stored a result that forbids another one, return that."""
+    def begin(self) -> None:
+        """Count a start of the host."""
         found = next((result for path in self._paths if (result := _read(path))), None)
-        if found is not None and found.forbids_restart:
-            return found
         self.restarts = 0 if found is None or found.restarts is None else found.restarts + 1
         self._write(HostResult(restarts=self.restarts))
-        return None
 
-    def end(self, result: HostResult) -> bool:
-        """Store the result of the host if it must not be restarted; return False if that is not possible.
-
-        A result that ``begin`` has returned keeps its number of restarts.
-        """
+    def end(self, result: HostResult) -> bool | None:
+        """Store the result of the host if it must not be restarted; return whether that was possible, else None."""
         if not (self._paths and result.forbids_restart):
-            return True
-        return self._write(result if result.restarts is not None else replace(result, restarts=self.restarts))
+            return None
+        return self._write(replace(result, restarts=self.restarts))
 
     def _write(self, result: HostResult) -> bool:
         mounts = _mounts() if self._paths else set()

@@ -9,7 +9,6 @@ The text is a torchelastic error file with further keys, so torchrun and TorchX 
 ``rank_restarts``  how often this start has restarted the ranks; absent for 0
 ``final``          why the host must not be restarted (``no_retry_reason``); absent if it may be
 ``restarts``       how often the host was restarted; absent unless the host counts it itself
-``ended``          when the host ended, in seconds since the epoch
 =================  ==============================================================================================
 
 A rank can write such a text too: ``from_text`` drops every field that has another type or an impossible value. Where a
@@ -62,7 +61,6 @@ class HostResult:
     rank_restarts: int = 0
     no_retry_reason: str = ""
     restarts: int | None = None
-    ended: float = 0.0
     is_short: bool = False
     log: str = ""
 
@@ -79,7 +77,6 @@ class HostResult:
             cause.replica if cause else result.replica,
             rank_restarts,
             no_retry_reason,
-            ended=now,
             log=cause.stderr_path if cause else "",
         )
 
@@ -129,7 +126,7 @@ class HostResult:
                 **({"log": self.log} if self.log else {}),
             }
             values = {"message": values}
-        beside = {"rank_restarts": self.rank_restarts, "final": self.no_retry_reason, "ended": self.ended}
+        beside = {"rank_restarts": self.rank_restarts, "final": self.no_retry_reason}
         values.update({key: value for key, value in beside.items() if value})
         if self.restarts is not None:
             values["restarts"] = self.restarts
@@ -154,7 +151,6 @@ class HostResult:
             max(0, _integer(values.get("rank_restarts"), 0)),
             _text(values.get("final")),
             _integer(values.get("restarts")),
-            _seconds(values.get("ended")),
             is_short,
             _text(extra.get("log")),
         )

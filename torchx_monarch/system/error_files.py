@@ -149,7 +149,6 @@ _SHORT = (
     "rank_restarts",
     "final",
     "restarts",
-    "ended",
 )
 
 

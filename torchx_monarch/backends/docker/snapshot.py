@@ -2,7 +2,7 @@
 """Derive the replicas of an app from its existing containers, and from the files that hosts have left in these.
 
 A host that must not be restarted has written its result to a marker file (``host.no_restart_marker``), which gives the
-final state of the replica: what dockerd reports is that of a later start, in which no rank ran.
+final state of the replica: dockerd reports that it has ended with code 0.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ def replica_of(
         # The name resolves on the containers' network only.
         address=networks.get(NETWORK, {}).get("IPAddress", "") if own is State.RUNNING else "",
         started=seconds(state["StartedAt"]),
-        ended=result.ended if result else seconds(state["FinishedAt"]),
+        ended=seconds(state["FinishedAt"]),
         exit_code=code if own in (State.SUCCEEDED, State.FAILED) else None,
-        restarts=(result.restarts or 0) if result else attrs.get("RestartCount", 0),
+        restarts=attrs.get("RestartCount", 0),
         failure=f"replica {role}/{index} {_failure(attrs, code, result)}" if own is State.FAILED else "",
         error=result.to_text() if result else "",
         was_stopped=is_host_lost and code in STOP_CODES and not state.get("OOMKilled"),
@@ -170,15 +170,12 @@ def describe_removed(replica: str) -> str:
 
 
 def read_results(containers: Sequence[Container]) -> dict[str, HostResult]:
-    """Return the results of hosts that must not be restarted, by the id of the container.
-
-    Only a container that has ended and of which a start has failed can have one.
-    """
+    """Return the results of hosts that must not be restarted, by the id of the container, which has ended with 0."""
 
     def may_have_result(container: Container) -> bool:
         state = container.attrs["State"]
-        failed = state["ExitCode"] != 0 or container.attrs.get("RestartCount", 0) > 0
-        return failed and state["Status"] in ("exited", "dead") and request.STARTS in environment(container)
+        has_ended = state["Status"] in ("exited", "dead") and state["ExitCode"] == 0
+        return has_ended and request.STARTS in environment(container)
 
     def read(container: Container) -> HostResult:
         paths = environment(container)[request.STARTS].split(":")
