@@ -191,6 +191,11 @@ def test_a_host_that_answers_nonsense_ends_the_job() -> None:
     assert (result.code, result.reason) == (1, "the answer lacks 'code'")
 
 
+def test_a_host_that_refuses_to_start_ranks_is_named() -> None:
+    result = Job(FIXED, 0, HostRefused("host 1 (node1)", "cannot write the ranks' logs: no space\nTraceback")).result()
+    assert (result.code, result.reason) == (1, "host 1 (node1): cannot write the ranks' logs: no space")
+
+
 @pytest.mark.parametrize(
     ("replicas", "text"),
     [

@@ -96,7 +96,8 @@ class Controller:
         except HostRefused as refusal:
             if self._queue is None:
                 # The refusal, or what a host itself reports meanwhile, ends the job.
-                failure = StopRequested(0, JobResult(1, (refusal.reason.splitlines() or ["refused"])[0]))
+                why = str(refusal) if len(self._members.attempt.hosts) > 1 else refusal.reason
+                failure = StopRequested(0, JobResult(1, (why.splitlines() or ["refused"])[0]))
                 return await self._events.report_within(self._hosts.report_timeout, failure)
             await self._run.stop(signal.SIGKILL)
             return JobResult(refusal.code, str(refusal))
