@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import math
 import os
@@ -18,11 +19,18 @@ import pytest
 
 from tests.unit.test_sync_store import write
 from torchx_monarch import checkpoint, last_checkpoint
+from torchx_monarch.controller.host_messages import CheckpointPart, PartSource, RestoreCheckpoint
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.host.checkpoints import HostCheckpoints
+from torchx_monarch.host.host import Host
+from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.codec import decode
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.system import cgroups, run_dirs, safe_files
+from torchx_monarch.system.console import Console
 from torchx_monarch.training import saved
 from torchx_monarch.training.checkpoint import MEMORY, Written
+from torchx_monarch.transport.connections import Address
 
 Be = Callable[..., None]
 
@@ -196,6 +204,27 @@ def test_a_host_without_shared_memory_has_sockets_with_a_long_tmpdir(
         ready.bind(os.path.join(path, "ready"))
     os.close(lock)
     run_dirs.remove_tree(path)
+
+
+def test_a_checkpoint_for_which_there_is_no_room_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks begin with an earlier one, or from the start."""
+    (no_disk := tmp_path / "disk").touch()
+    monkeypatch.setattr("torchx_monarch.host.checkpoints.room_in", lambda folder: 0)
+
+    async def main() -> str:
+        console = Console(2)
+        host = Host(HostSpec(), {}, "here", console, console, str(tmp_path), Reporter(console, None, ""), str(no_disk))
+        host.network = HostNetwork(Address("unix", path="/nowhere"))
+        checkpoints = await HostCheckpoints.create(host)
+        part = CheckpointPart(1, 0, 0, (0,), (), 1, 10, "", 1.0, True)
+        try:
+            return await checkpoints.restore(RestoreCheckpoint((PartSource(part, ()),)))
+        finally:
+            checkpoints.close()()
+
+    assert "host 0 lacks the part of host 0: [Errno " in asyncio.run(main())
 
 
 def test_a_host_ignores_what_a_rank_gives_up_as_the_host_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -267,12 +267,13 @@ class HostCheckpoints:
         if not chosen:
             return ""
         part = request.sources[0].part
-        folder = await asyncio.to_thread(self._new_folder, self._generation(part.step, part.attempt), part)
-        for source in request.sources:
-            try:
+        try:
+            folder = await asyncio.to_thread(self._new_folder, self._generation(part.step, part.attempt), part)
+            for source in request.sources:
+                part = source.part
                 await self._bring(source, folder)
-            except (PartError, OSError) as error:
-                return f"host {self._host.options.replica} lacks the part of host {source.part.replica}: {error}"
+        except (PartError, OSError) as error:
+            return f"host {self._host.options.replica} lacks the part of host {part.replica}: {error}"
         await asyncio.to_thread(self._give, folder)
         return ""
 
