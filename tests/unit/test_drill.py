@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 
 import pytest
 
+from torchx_monarch.cli import drill, main
 from torchx_monarch.cli.drill import differ
 from torchx_monarch.cli.drill_run import Key, Record
+from torchx_monarch.exceptions import TorchXMonarchError
 from torchx_monarch.insight.rank_sample import Progress
 from torchx_monarch.model.state import State
 
@@ -49,6 +52,19 @@ BEFORE = (0, report(1, 30)), (1, report(1, 31))
 def test_what_differs(attempts: list[tuple[int, Progress]], fields: dict[str, object], kinds: list[str]) -> None:
     found = record(*attempts, **{"results": PLAIN.results, **fields})
     assert [difference.kind for difference in differ(PLAIN, found, "rank")] == kinds
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["dist.torchrun"], "dist.torchrun: exactly one of --script and -m must be specified"),
+        (["dist.dpp", "-m", "train"], "dist.dpp.*Did you mean dist.ddp"),
+    ],
+)
+def test_a_component_that_cannot_be_run(words: list[str], said: str) -> None:
+    main.add_arguments("drill", parser := argparse.ArgumentParser())
+    with pytest.raises(TorchXMonarchError, match=said):
+        drill.run(parser.parse_args(["--", *words]))
 
 
 def test_a_run_that_survives_a_full_disk_needs_no_restart() -> None:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from torchx.runner import Runner, config, get_runner
 from torchx.specs import AppDef, CfgVal
+from torchx.specs.finder import ComponentNotFoundException, ComponentValidationException
 
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli import exit_codes
@@ -134,7 +135,10 @@ class _Drill:
         if not words:
             raise UserError("nothing says what to run: torchx monarch drill -- monarch.spmd -j 2x2 train.py")
         component, *rest = component_words(words, LOCAL)
-        dryrun: Any = runner.dryrun_component(component, rest, LOCAL, self._cfg)
+        try:
+            dryrun: Any = runner.dryrun_component(component, rest, LOCAL, self._cfg)
+        except (ComponentValidationException, ComponentNotFoundException, ValueError) as error:
+            raise UserError(f"{words[0]}: {error}") from None
         if not any(role.runs_ranks for role in dryrun.submitted.roles):
             raise UserError(f"{words[0]} runs no ranks here; use a component with torchrun, such as monarch.spmd")
         self._app: AppDef = dryrun.app
