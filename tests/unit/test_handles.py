@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
+from torchx.specs import AppDef, Role
 
 from tests.waits import WITHIN
 from torchx_monarch.backends.core import state_files, stored_apps
@@ -23,6 +24,7 @@ from torchx_monarch.cli.arguments import resolve, since, unknown
 from torchx_monarch.cli.doctor import run_groups
 from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.schedulers.recorded_apps import recorded_apps
+from torchx_monarch.schedulers.run_on_allocation import run_on_allocation
 
 DIGITS = "monarch_local://torchx/digits-c2jz0w1r"
 DIGITS_2 = "monarch_local://torchx/digits-x7"
@@ -159,6 +161,14 @@ def test_a_scheduler_that_cannot_be_used_is_left_out(words: list[str], capsys: p
     assert "corp is left out: there is no scheduler corp" in capsys.readouterr().err
     with pytest.raises(UserError, match="there is no scheduler monarch_slrum. Did you mean monarch_slurm"):
         main.load(name).run(parser.parse_args([*options, "-s", "monarch_slrum"]))
+
+
+def test_the_last_allocation_is_found_without_schedulers_that_cannot_be_used() -> None:
+    for app_id in ("7", "8"):
+        stored_apps.credentials("corp").store(app_id, stored_apps.StoredCredentials("secret", {}))
+    app = AppDef("train", [Role("train", image="", entrypoint="torchrun", args=["train.py"])])
+    with pytest.raises(UserError, match="Run option `on` is last, and no live allocation is running"):
+        run_on_allocation(app, "last", "python")
 
 
 def test_the_newest_apps_are_first(apps: None) -> None:

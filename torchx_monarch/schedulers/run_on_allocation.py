@@ -10,7 +10,7 @@ from __future__ import annotations
 from torchx.specs import AppDef, Role, parse_app_handle
 from torchx.specs.api import MalformedAppHandleException
 
-from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.options import is_default_image
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.command.rank_command import find_rank_command
@@ -59,8 +59,15 @@ def run_on_allocation(app: AppDef, word: str, python: str) -> Rewritten:
 def _allocation(word: str) -> tuple[str, AppSnapshot]:
     """Return the handle and the state of the live allocation that a word names."""
     if word == recorded_apps.LAST:
+        unusable = set[str]()  # such as that of a cluster that does not answer
         for app in recorded_apps.recorded_apps():
-            newest = _read(app.handle)
+            if app.scheduler in unusable:
+                continue
+            try:
+                newest = _read(app.handle)
+            except (BackendError, UserError):
+                unusable.add(app.scheduler)
+                continue
             if newest is not None and _is_allocation(newest):
                 return app.handle, newest
         raise UserError(f"Run option `on` is last, and no live allocation is running. {_TO_GET_ONE}")
