@@ -573,13 +573,8 @@ class Contract(Groups):
             "train.py", "--lr", "0.1", "${replica_id}", replicas=replicas, env=env, metadata={"x": {"y": [1]}}
         )
         handle = place.run(role)
-        app = place.described(handle)
-        (described,) = app.roles
-        assert app.metadata == {"team": "a b"}
-        for name in [name for name in described.env if name.startswith("TORCHX_")]:
-            described.env.pop(name)  # the Runner's
-        assert described == role
-        assert "MONARCH_CREDENTIALS" not in described.env
+        app = _described(place, handle)
+        assert (app.metadata, app.roles) == ({"team": "a b"}, [role])
         place.runner.cancel(handle)
 
     @pytest.mark.scenario("delete leaves nothing")
@@ -665,15 +660,18 @@ class Contract(Groups):
 
     @pytest.mark.scenario("environment arrives whole")
     @pytest.mark.scenario("list once each")
+    @pytest.mark.scenario("describe gives the original app")
     @pytest.mark.parametrize("wrap", [True, False])
     def test_a_command_has_its_arguments_and_environment(self, place: Place, wrap: bool) -> None:
         value = "a,b='c' \"d\" $e `f` \\ g\n  h=i; j"
         shows = 'printf "%s|" "$$VALUE" "$$MINE" "$$1" "$$2" ${replica_id} "$$PYTHONUNBUFFERED"; echo'
         env = {"VALUE": value.replace("$", "$$"), "MINE": "mine is '${replica_id}'"}
         more: dict[str, Any] = {"env": env, "metadata": {"monarch": {"wrap": wrap}}}
-        role = place.role("sh", "-c", shows, "x", "it's", "r ${replica_id}/'", replicas=2, **more)
-        handle = place.run(role, place.role("true", name="other"))
+        roles = [place.role("sh", "-c", shows, "x", "it's", "r ${replica_id}/'", replicas=2, **more)]
+        roles.append(place.role("true", name="other"))
+        handle = place.run(*roles)
         place.wait(handle, AppState.SUCCEEDED)
+        assert _described(place, handle).roles == roles
         spec = place.backend.snapshot(handle.rpartition("/")[2]).roles[0].spec  # type: ignore[union-attr]
         assert (spec.runs_hosts, spec.unwrapped) == (wrap, "" if wrap else "its metadata has 'wrap': False")
         assert [entry for entry in place.listed() if entry[0] == handle] == [(handle, AppState.SUCCEEDED)]
@@ -786,6 +784,14 @@ class QueueContract(Contract):
         place.until(lambda: place.log(second).count("up") == 2, "the second job", second)
         place.cancel(second)
         place.wait(second, AppState.CANCELLED)
+
+
+def _described(place: Place, handle: str) -> AppDef:
+    """Return the app as ``describe`` has it, without the Runner's variables."""
+    app = place.described(handle)
+    for role in app.roles:
+        role.env = {name: value for name, value in role.env.items() if not name.startswith("TORCHX_")}
+    return app
 
 
 def _attach(place: Place, handle: str, words: Sequence[str], address: str) -> int:

@@ -44,6 +44,8 @@ class TaskSpoolerPlace(BatchPlace):
         "test_actors_run_beside_ranks",
         "test_a_client_attaches_during_a_run",
         "spare host",
+        "test_describe_gives_the_original_app",
+        "test_a_log_is_followed_to_its_end",
         "test_a_group_restarts_alone_and_may_be_lost",
         "elastic role",
         "function on hosts that stay",

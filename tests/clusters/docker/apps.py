@@ -37,7 +37,8 @@ class Apps(Place):
         "test_the_job_begins_again_when_a_host_is_lost[0]",
         "test_a_preempted_job_goes_on[APPLICATION]",
         "test_delete_leaves_nothing[0]",
-        "test_describe_gives_the_original_app[1]",
+        "test_describe_gives_the_original_app",
+        "test_a_log_is_followed_to_its_end",
         "test_exit_code_78_asks_for_no_restart",
         "elastic role",
         "function on hosts that stay",
@@ -48,7 +49,7 @@ class Apps(Place):
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[succeeded]",
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[lost]",
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed hosts]",
-        "test_commands_restart_as_their_policy_says[ROLE-starts1]",
+        "test_commands_restart_as_their_policy_says[APPLICATION-starts0]",
         "test_commands_restart_as_their_policy_says[REPLICA-starts2]",
         "test_a_command_has_its_arguments_and_environment[False]",
     )

@@ -64,10 +64,11 @@ class Apps(Place):
         "test_a_preempted_job_goes_on[APPLICATION]",
         "test_a_command_is_told_of_the_end[0]",
         "test_delete_leaves_nothing[0]",
-        "test_describe_gives_the_original_app[1]",
+        "test_describe_gives_the_original_app",
+        "test_a_log_is_followed_to_its_end",
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[succeeded]",
         "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed hosts]",
-        "test_commands_restart_as_their_policy_says[APPLICATION-starts0]",
+        "test_commands_restart_as_their_policy_says[ROLE-starts1]",
         "test_commands_restart_as_their_policy_says[REPLICA-starts2]",
     )
     own_bad_options = (
