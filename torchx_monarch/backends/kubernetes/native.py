@@ -8,6 +8,7 @@ its configuration is used: the server, the user's credentials and the trusted ce
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import time
@@ -136,7 +137,8 @@ class Api:
         answer, reader = self._send("GET", path, query, stream=True), LineReader()
         try:
             for data in answer.stream():
-                yield from reader.feed(data)
+                for piece in reader.feed(data):
+                    yield from io.BytesIO(piece)
             if rest := reader.rest():
                 yield rest
         except urllib3.exceptions.HTTPError:
