@@ -11,7 +11,41 @@ import pytest
 
 from tests.local.test_cli import torchx
 
-_PROGRAM = '''
+_TOGETHER = """
+import os, signal, socket, time
+
+def met():
+    address = f"\\0{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if os.environ["RANK"] == "0":
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen()
+            return listener.accept()[0]
+    while True:
+        peer = socket.socket(socket.AF_UNIX)
+        try:
+            peer.connect(address)
+            return peer
+        except OSError:
+            peer.close()
+            time.sleep(0.01)
+
+def meet():
+    try:
+        peer.send(b".")
+        if peer.recv(1):
+            return
+    except OSError:
+        pass
+    signal.pause()
+
+peer = met()
+"""
+"""Two ranks that begin each step together, and that wait for one that has ended, as in a collective; without torch."""
+
+_PROGRAM = (
+    _TOGETHER
+    + '''
 """Train with momentum, averaged weights, a learning-rate schedule, noise and shuffled data; save every 5th step."""
 import glob, hashlib, json, os, random, sys, time
 
@@ -73,6 +107,7 @@ samples = random.Random(7)
 samples = [samples.random() for _ in range(PER_EPOCH)]
 while state["step"] < STEPS:
     time.sleep(0.02)
+    meet()
     if planted == "too early" and (state["step"] + 1) % 5 == 0:
         save({**state, "step": state["step"] + 1}, rank)
     rate = 0.1 * 0.97 ** state["lr_step"]
@@ -93,9 +128,12 @@ if len(sys.argv) > 2:
     with open(f"{sys.argv[2]}_{rank}", "w") as file:
         file.write(digest)
 '''
+)
 
-_IN_MEMORY = """
-import json, os, time
+_IN_MEMORY = (
+    _TOGETHER
+    + """
+import json
 
 import torchx_monarch as tm
 
@@ -104,12 +142,14 @@ if folder := tm.last_checkpoint(persist="checkpoints"):
     state = json.loads((folder / f"{rank}.json").read_text())
 for step in tm.steps(range(state["step"], 60)):
     time.sleep(0.02)
+    meet()
     state = {"step": step + 1, "weight": 0.9 * state["weight"] + step, "padding": "x" * 4000}
     if step % 5 == 4:
         with tm.checkpoint(step, persist="checkpoints") as folder:
             (folder / f"{rank}.json").write_text(json.dumps(state))
     tm.progress(step, 60, digest=repr(state["weight"]))
 """
+)
 
 _PLANTED = {
     "scheduler": ("rank", "result"),
@@ -180,13 +220,12 @@ def test_a_sound_program_survives(seed: int, work: Path) -> None:
     options = ("--faults", ",".join(faults), "--seed", str(seed), "--compare", "final_0", "--compare", "final_1")
     found = drill(work, "nothing", "final", options=options)
     assert [row["differences"] for row in found["faults"]] == [[] for _ in faults]
-    # On a busy machine a rank may take many steps alone until its host ends it; fewer than all of them are done again.
-    assert all(row["redone"] < 60 and row["back"] > 0 for row in found["faults"]), found["faults"]
+    # At most from the checkpoint before the last one, with the step in which one rank has been alone, in two restarts.
+    assert all(row["redone"] <= 2 * (5 + 5 + 1) and row["back"] > 0 for row in found["faults"]), found["faults"]
 
 
 @pytest.mark.nightly("7 jobs; checkpoints in memory have tests of their own")
 def test_checkpoints_in_memory_survive(work: Path) -> None:
     found = drill(work, program=_IN_MEMORY, shape="2x1")  # a host alone loses its memory with its end
     assert [row["differences"] for row in found["faults"]] == [[] for _ in ALL[:-1]]
-    # On a busy machine a rank may take many steps alone until its host ends it; fewer than all of them are done again.
     assert all(row["redone"] < 60 and row["back"] > 0 for row in found["faults"]), found["faults"]
