@@ -188,7 +188,8 @@ def test_more_replicas_than_the_limit_on_files_would_allow(apps: Detached) -> No
 import resource
 from torchx.specs import AppDef, Role
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-app = AppDef("a", [Role("r", image="", entrypoint="sh", args=["-c", "ulimit -n"], num_replicas=30)])
+alone = {"monarch": {"wrap": False}}
+app = AppDef("a", [Role("r", image="", entrypoint="sh", args=["-c", "ulimit -n"], num_replicas=30, metadata=alone)])
 print(json.dumps(runner.run(app, "monarch_local").rpartition("/")[2]))
 """
     app_id = apps.fresh(code)

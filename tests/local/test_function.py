@@ -271,7 +271,8 @@ def train(config):
 
 def main(lr):
     try:
-        fits = torchx_monarch.run(train, Config(lr), scheduler_cfg={"preload": "none"}, nnodes=2, nproc=1)
+        cfg = {"preload": "torch" if lr > 0 else "none"}
+        fits = torchx_monarch.run(train, Config(lr), scheduler_cfg=cfg, nnodes=1, nproc=2)
         print([isinstance(fit, Fit) and fit.loss for fit in fits])
     except ArithmeticError as error:
         print(repr(error))

@@ -192,7 +192,7 @@ def test_what_cannot_be_given_is_refused(driver: Path, apps: Detached, cfg: dict
     assert apps.scheduler.list() == []
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(50, marks=pytest.mark.nightly("12 jobs run every time"))])
+@pytest.mark.parametrize("count", [8, pytest.param(50, marks=pytest.mark.nightly("8 jobs run every time"))])
 def test_jobs_with_faults_never_share_a_device(driver: Path, apps: Detached, count: int) -> None:
     """Kill supervisors, and the ``torchx run`` that has submitted a job, while jobs wait and run; cancel some."""
     dice = random.Random(count)

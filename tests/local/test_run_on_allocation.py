@@ -47,7 +47,9 @@ def test_jobs_run_on_hosts_that_are_there_one_after_the_other(
         return status.state
 
     resources = ["--cpu", "2", "--memMB", "2000"]
-    hosts = str(runner.run_component("monarch.hosts", ["-j", "2x1", *resources], "monarch_local"))
+    hosts = str(
+        runner.run_component("monarch.hosts", ["-j", "2x1", *resources], "monarch_local", cfg={"preload": "none"})
+    )
     job = SPMDJob.attach(hosts).wait_ready()
     try:
         waits = submit("waits")

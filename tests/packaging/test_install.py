@@ -281,8 +281,12 @@ def test_one_sub_command_is_added(plain: Environment, installed: Environment) ->
 
 _COMMANDS = """
 import json, os, sys, tempfile
-import kubernetes.client, kubernetes.config, kubernetes.watch, torchx.schedulers.kubernetes_scheduler  # once for all
+# What they import, and the components that TorchX finds, once for all.
+import kubernetes.client, kubernetes.config, kubernetes.watch, torchx.schedulers.kubernetes_scheduler
+import torchx.schedulers.docker_scheduler, torchx.schedulers.local_scheduler, torchx.schedulers.slurm_scheduler
 from torchx.cli.main import main
+from torchx.specs import finder
+finder.get_components()
 ends = []
 for words in json.load(sys.stdin):
     with tempfile.TemporaryFile() as said:
