@@ -53,7 +53,13 @@ _WATCHED = "grace=2,hang_after=4,on_hang=fail"
 
 BROKEN_JOBS = (
     # The program cannot begin.
-    BrokenJob("missing package", "import flash_attn_nope", (r"No module named 'flash_attn_nope'",), every_time=True),
+    BrokenJob(
+        "missing package",
+        "import flash_attn_nope",
+        (r"No module named 'flash_attn_nope'",),
+        every_time=True,
+        cfg="grace=2,preload=none",
+    ),
     BrokenJob("typo in an import", "from torch.distributd import init", (r"No module named 'torch\.distributd'",)),
     BrokenJob("typo in a name", "from torch import tensr", (r"cannot import name 'tensr'",)),
     BrokenJob("syntax error", "if True\n    pass", (r"SyntaxError: expected ':'", r"prog\.py, line 2")),
@@ -170,6 +176,7 @@ BROKEN_JOBS = (
         "os._exit(3) if os.environ['RANK'] == '1' else time.sleep(99)",
         (r"rank 1 .*code 3",),
         every_time=True,
+        cfg="grace=2,preload=none",
     ),
     BrokenJob("sys.exit with a text", "sys.exit('no such split: tset')", (r"no such split: tset",)),
     BrokenJob(
@@ -182,6 +189,7 @@ BROKEN_JOBS = (
         "os.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else time.sleep(99)",
         (r"rank 1 .*SIGKILL",),
         every_time=True,
+        cfg="grace=2,preload=none",
     ),
     BrokenJob("out of memory", "bytearray(1 << 60)", (r"MemoryError",)),
     # Ranks wait for each other.

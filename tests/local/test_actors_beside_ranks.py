@@ -92,7 +92,11 @@ def submit(runner: Runner, tmp_path: Path, shape: str, env: str) -> str:
     return handle
 
 
-@pytest.mark.parametrize("then", ["sys.stdin.read()", "state.workers.shutdown().get(timeout=60); sys.stdin.read()"])
+_SHUTDOWN = "state.workers.shutdown().get(timeout=60); sys.stdin.read()"
+_NIGHTLY = pytest.mark.nightly("2.5 s of processor time; test_monarch_job.py shuts a mesh down every time")
+
+
+@pytest.mark.parametrize("then", ["sys.stdin.read()", pytest.param(_SHUTDOWN, marks=_NIGHTLY, id="shutdown")])
 def test_a_client_of_a_batch_job_spawns_actors_and_dies(tmp_path: Path, runner: Runner, then: str) -> None:
     handle = submit(runner, tmp_path, "2x1", "WHO=me,CODE=3")
 

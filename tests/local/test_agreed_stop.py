@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from torchx.specs import AppState, Role
 
+from tests.fork_server import run_torchx
 from tests.local.detached import Detached
 from tests.local.hosts import NO_PRELOAD, Hosts, torchrun
 from tests.waits import WITHIN, until
@@ -29,7 +30,7 @@ folder, world = sys.argv[1], int(os.environ["WORLD_SIZE"])
 saved = f"{folder}/saved"
 start = int(open(saved).read()) if os.path.exists(saved) else 0
 for step in tm.steps(range(start, 1_000_000)):
-    time.sleep(0.002 * (rank % 3))
+    time.sleep(0.01 * (1 + rank % 3))
     open(f"{folder}/{attempt}.{step}.{rank}", "w").close()
     while not all(os.path.exists(f"{folder}/{attempt}.{step}.{other}") for other in range(world)):
         time.sleep(0.001)
@@ -241,11 +242,9 @@ def run(apps: Detached, train: list[str], **cfg: Any) -> tuple[str, Callable[[],
 
 def test_cancel_save(apps: Detached, train: list[str]) -> None:
     app_id, output = run(apps, train)
-    words = [sys.executable, "-m", "torchx.cli.main", "cancel", "--save", apps.handle(app_id)]
-    wrong = ["--address", "unix:/nonexistent"]
-    done = subprocess.run([*words, *wrong], capture_output=True, text=True, timeout=WITHIN, check=False)
+    done = run_torchx("cancel", "--save", apps.handle(app_id), "--address", "unix:/nonexistent")
     assert "not cancelled: /nonexistent: No such file or directory" in done.stderr, done.stderr
-    done = subprocess.run(words, capture_output=True, text=True, timeout=WITHIN, check=False)
+    done = run_torchx("cancel", "--save", apps.handle(app_id))
     status = apps.wait(app_id)
     step = saved_at(output(), 4)
     said = f"cancelled; the job was stopped by its client; stopped at step {step:,}, saved"
@@ -276,8 +275,7 @@ def test_cancel_save_without_steps(apps: Detached, script: Callable[[str], str])
     command = torchrun(script("print('running', flush=True)\ntime.sleep(1000)"))
     app_id = apps.run(Role("r", "", entrypoint=command[0], args=command[1:]), preload="none")
     until(lambda: "\n".join(apps.log(app_id)).count("running") == 2, "the ranks")
-    words = [sys.executable, "-m", "torchx.cli.main", "cancel", "--save", apps.handle(app_id)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=WITHIN, check=False)
+    done = run_torchx("cancel", "--save", apps.handle(app_id))
     said = "cancelled; the job was stopped by its client; not saved: its program uses no torchx_monarch.steps"
     assert done.stderr == f"{apps.handle(app_id)} is {said}\n" and done.returncode == 0
     assert apps.wait(app_id).state is AppState.CANCELLED

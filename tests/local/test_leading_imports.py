@@ -57,7 +57,8 @@ def install(tmp_path: Path, name: str, text: str) -> None:
 
 @pytest.fixture
 def live(folder: Path, python: str) -> Iterator[Live]:
-    allocation = Live(folder, [], options=OPTIONS)
+    # With the ranks' interpreter, which has no torch: or each test would begin with the import of torch by another one.
+    allocation = Live(folder, [python, "-m", "torch.distributed.run", "nosuch.py"], options=OPTIONS)
     yield allocation.ready()
     allocation.kill()
 

@@ -83,8 +83,8 @@ STARTS = {
 def test_a_start_that_fails_on_all_ranks(start: str, shape: str, tmp_path: Path) -> None:
     program, text, words = STARTS[start]
     (tmp_path / "prog.py").write_text(text)
-    cfg = () if start == "module" else ("-cfg", "preload=none")  # none of the programs needs torch
-    words_of_run = ("--wait", *cfg, "monarch.spmd", "-j", shape, *program)
+    preload = "json" if start == "module" else "none"  # none of the programs needs torch
+    words_of_run = ("--wait", "-cfg", f"preload={preload}", "monarch.spmd", "-j", shape, *program)
     done = run_torchx("run", "-s", "monarch_local", *words_of_run, cwd=tmp_path)
     assert done.returncode == 1
     handle = done.stdout.strip()

@@ -13,7 +13,8 @@ import pytest
 from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, Resource, Role
 
-from tests.waits import WITHIN, until
+from tests.fork_server import run_torchx
+from tests.waits import until
 
 SCRIPT = """
 print(sys.argv[1:], os.environ["LR"], os.environ["WORLD_SIZE"], flush=True)
@@ -58,8 +59,7 @@ def test_jobs_run_on_hosts_that_are_there_one_after_the_other(
         fails, retried = submit("fails", once, on="hosts"), submit("fails", f"{once}_more", max_retries=1)
         until(lambda: len(job.runs()) == 4, "the other jobs wait for it")
         for handle in (waits, hosts):
-            words = [sys.executable, "-m", "torchx.cli.main", "cancel", "--save", handle]
-            done = subprocess.run(words, capture_output=True, text=True, timeout=WITHIN, check=False)
+            done = run_torchx("cancel", "--save", handle)
             assert done.returncode == 64 and "has no ranks of its own that could save" in done.stderr
         assert [run["state"] for run in job.runs()][0] == "running"
         runner.cancel(waits)
@@ -68,13 +68,7 @@ def test_jobs_run_on_hosts_that_are_there_one_after_the_other(
         assert ended(retried) == AppState.SUCCEEDED
         lines = [line.strip() for line in runner.log_lines(queued, "train") if "works" in line]
         assert lines == ["['works'] a b 2"] * 2
-        status = subprocess.run(
-            [sys.executable, "-m", "torchx_monarch.cli.main", "status", fails],
-            capture_output=True,
-            text=True,
-            timeout=WITHIN,
-            check=False,
-        )
+        status = run_torchx("monarch", "status", fails)
         for text in ("FAILED", "rank 1 (", "ValueError: planted", "2x1 (world size 2)", f"{path}, line"):
             assert text in status.stdout, status.stdout
         assert sorted(run["state"] for run in job.runs()) == ["failed", "failed", "stopped", "succeeded", "succeeded"]
