@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torchx_monarch.client.connection import Connection, Target, ask
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
+from torchx_monarch.model.state import State
 from torchx_monarch.system.termination import closed_terminal_is_null
 
 if TYPE_CHECKING:
@@ -40,9 +41,6 @@ _ASK_SCHEDULER_EVERY = 5.0
 
 _SHOW_ERROR_AFTER = 5.0
 """Seconds of waiting before progress lines include the connection error: hosts that just started do not listen yet."""
-
-ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
-"""The states of apps that have ended."""
 
 
 def say(text: str) -> None:
@@ -157,7 +155,7 @@ class Hosts:
     @property
     def has_ended(self) -> bool:
         """Whether the scheduler has reported the end of the app when it was last asked."""
-        return self._app_state.name in ENDED
+        return State(self._app_state.name or "UNKNOWN").is_terminal
 
     def roles(self) -> list[str]:
         """Return the names of the roles of the app that have hosts; that of this object first."""

@@ -13,13 +13,14 @@ from torchx.runner import Runner
 
 from torchx_monarch.client.attached_job import CACHE, AttachedJob
 from torchx_monarch.client.function import decode_values, encode_call, program
-from torchx_monarch.client.hosts import ENDED, START_TIMEOUT, AllocationStatus, Hosts, say
+from torchx_monarch.client.hosts import START_TIMEOUT, AllocationStatus, Hosts, say
 from torchx_monarch.client.result import RunInfo, RunResult
 from torchx_monarch.client.run import Collector, Records, RunHandle, collect_with_interrupts
 from torchx_monarch.client.run_options import Output, RunOptions, RunOptionsDict, merge_options, run_request, send_code
 from torchx_monarch.client.workspace_sync import SyncMode, check_when
 from torchx_monarch.exceptions import AllocationError, SPMDError, UnreachableError
 from torchx_monarch.model.run_request import RunRequest
+from torchx_monarch.model.state import State
 from torchx_monarch.system.line_output import LineReader
 
 # After the base class, which prepares this import.
@@ -423,4 +424,5 @@ class SPMDJob(AttachedJob):
         )
 
     def _is_running(self) -> bool:
-        return self._role_hosts.status().state not in ENDED  # which the hosts themselves tell, through a tunnel, too
+        # The hosts themselves tell it, also through a tunnel.
+        return not State(self._role_hosts.status().state).is_terminal
