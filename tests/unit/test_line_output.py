@@ -259,3 +259,11 @@ def test_output_is_held_until_it_is_released_and_its_announcement_precedes_it(tm
     assert on_console(console, program) == (
         b"[monarch] ranks 1/1\n[monarch] first output\n[default0]:one\n[default0]:two\n"
     )
+
+
+def test_a_fault_in_the_thread_that_writes_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    writer = WriterThread()
+    writer.call(int, "no number")
+    WriterThread.finish()
+    writer.end()
+    assert "ValueError: invalid literal for int()" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import errno
 import io
 import os
 import select
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -75,6 +76,10 @@ class WriterThread:
     def _execute(self, function: Callable[..., object], args: Sequence[object], size: int) -> None:
         try:
             function(*args)
+        except OSError:  # the disk is full, or nobody reads the output
+            pass
+        except Exception:
+            sys.excepthook(*sys.exc_info())
         finally:
             waiting: list[Callable[[], None]] = []
             with self._changed:
