@@ -15,7 +15,6 @@ from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.arguments import add_handle, add_hosts, add_role_and_address, hosts_of, unknown
 from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.cli.output import add_json, print_json, print_record, print_table
-from torchx_monarch.client.connection import ask
 from torchx_monarch.client.hosts import START_TIMEOUT, Hosts, say
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.run import Collector, Records, collect_with_interrupts
@@ -184,8 +183,8 @@ class CmdStop:
         elif status.message:
             raise AllocationError(f"{status.message}; to end it: torchx cancel {args.handle}")
         else:
-            ask(hosts.target, {"type": "stop"})
-            done = f"stopped {args.handle}"
+            hosts.ask({"type": "stop"}, wait=False)
+            done = f"stopped {args.handle}" + (f"/{args.role}" if args.role else "")
         if not args.json:
             say(done)
         else:
