@@ -185,6 +185,27 @@ def test_a_want_of_descriptors_is_told_once_and_connections_wait(
     assert all("(RLIMIT_NOFILE is " in line for line in said)
 
 
+def test_a_long_answer_at_the_end_of_a_connection_is_no_error(tmp_path: Path) -> None:
+    """CPython's ``abort`` fails once a transport has sent what it had when it was closed."""
+    address, served = Address("unix", path=str(tmp_path / "s")), list[asyncio.Task[None] | None]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(asyncio.current_task())
+        writer.write(b"x" * 10_000_000)
+
+    async def main() -> None:
+        listener = connections.Listener(address, serve, None, "", 5.0)
+        reader, writer = await connections.connect(address, None, 5.0)
+        assert len(await reader.read()) == 10_000_000
+        assert served[0] is not None
+        await served[0]
+        writer.close()
+        listener.close()
+        os.unlink(address.path)
+
+    asyncio.run(main())
+
+
 def test_one_of_two_gets_the_place(identity: Issuer, address: Address) -> None:
     async def run() -> None:
         async with listening(address, identity(), replicas=3) as rendezvous:

@@ -269,4 +269,5 @@ class Listener:
         except (OSError, asyncio.TimeoutError):
             pass
         finally:
-            writer.transport.abort()
+            with contextlib.suppress(AttributeError):  # of a transport that has ended by itself (CPython 3.10 to 3.13)
+                writer.transport.abort()
