@@ -286,4 +286,4 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
 def test_a_failure_that_all_hosts_share_is_not_counted_for_a_machine(codes: tuple[int, ...], blamed: list[str]) -> None:
     job = Job(FIXED, 0, [(0, [exits(replica, code)[1][0] for replica, code in enumerate(codes)])], GOOD)
     assert job.result().code == 0
-    assert [name for name in ("node0", "node1") if name in job.gatherer._failures._failures] == blamed
+    assert [name for name in ("node0", "node1") if name in job.gatherer._failures] == blamed

@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Collection
-from types import FrameType
+from collections.abc import Callable, Collection
+from types import FrameType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange, choose
+from torchx_monarch.controller import elastic
+from torchx_monarch.controller.elastic import HostGatherer, NodeRange, choose
 from torchx_monarch.controller.members import Member, Members, MemberState
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
@@ -84,16 +86,30 @@ def test_containers_fail_by_the_name_of_their_machine() -> None:
     assert table.machine(host(1, "pod-1", "node7")) == "node7"
 
 
-def test_a_machine_is_excluded_by_failures_within_the_window() -> None:
+def test_a_machine_is_excluded_by_failures_within_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    failures = HostFailures(3, clock=lambda: now[0])
-    assert [failures.add("a"), failures.add("a"), failures.add("b")] == [""] * 3
+    monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def failures(exclude_after: int) -> Callable[[int], str]:
+        hosts = [host(replica) for replica in range(4)]
+        table = members(4, *hosts)
+        gatherer = HostGatherer(NodeRange(3, 3, 1.0, spares=1), table, Mock(), exclude_after)
+        table.form(hosts[:3])
+
+        def fail(replica: int) -> str:
+            event = gatherer.blame(replica, "failed_alone", "x")
+            return event.result.reason if event is not None else ""
+
+        return fail
+
+    fail = failures(3)
+    assert [fail(1), fail(1), fail(2)] == [""] * 3
     now[0] = 3601.0
-    assert not failures.add("a") and not failures.add("a")
-    assert failures.add("a") == "3 failures within 1 h" and failures.excluded == {"a"}
-    assert not failures.add("a"), "it is told once"
-    never = HostFailures(0)
-    assert not any(never.add("a") for _ in range(9)) and not never.excluded
+    assert not fail(1) and not fail(1)
+    assert fail(1) == "n1 is excluded after 3 failures within 1 h, the last: x"
+    assert not fail(1), "it is told once"
+    never = failures(0)
+    assert not any(never(1) for _ in range(9))
 
 
 def _calls_of_an_attempt(hosts: int) -> int:

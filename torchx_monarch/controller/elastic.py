@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torchx_monarch.controller.host_events import HostExcluded, StopRequested
@@ -34,7 +34,7 @@ _ORDER_TIMEOUT = 2.0
 
 
 _FAILURES_WITHIN = 3600.0
-"""Seconds within which the failures of a host count."""
+"""Seconds within which the failures of a host count for ``exclude_after``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,10 @@ class HostGatherer:
         self._sizes = sizes
         self._members = members
         self._reporter = reporter
-        self._failures = HostFailures(exclude_after)
+        self._exclude_after = exclude_after
+        self._failures: dict[str, list[float]] = {}
+        """When hosts have failed, by machine."""
+        self._excluded_machines: set[str] = set()
         self._spares_text = ""
         members.on_idle_change = self._report_spares
 
@@ -135,8 +138,13 @@ class HostGatherer:
         if members.registered_count == 1:  # no other host can take its place
             return None
         name = members.machine(member.host)
-        if not (failures := self._failures.add(name)):
+        now = time.monotonic()
+        recent = [*(at for at in self._failures.get(name, ()) if at > now - _FAILURES_WITHIN), now]
+        self._failures[name] = recent
+        if name in self._excluded_machines or not 0 < self._exclude_after <= len(recent):
             return None
+        self._excluded_machines.add(name)
+        failures = f"{len(recent)} failure{'' if len(recent) == 1 else 's'} within 1 h"
         return self._excluded(replica, f"{name} is excluded after {failures}, the last: {reason}")
 
     def exclude(self, replica: int, reason: str) -> HostExcluded | None:
@@ -144,7 +152,7 @@ class HostGatherer:
         members, member = self._members, self._members.attempt.hosts.get(replica)
         if member is None or members.registered_count == 1:
             return None
-        self._failures.excluded.add(name := members.machine(member.host))
+        self._excluded_machines.add(name := members.machine(member.host))
         return self._excluded(replica, f"{name} is excluded: {reason}")
 
     def _excluded(self, replica: int, message: str) -> HostExcluded | None:
@@ -195,7 +203,7 @@ class HostGatherer:
         return choose(hosts, places, max_hosts=sizes.max_hosts, min_hosts=sizes.min_hosts, excluded=excluded)
 
     def _is_excluded(self, host: Registration) -> bool:
-        return bool(self._failures.excluded) and self._members.machine(host) in self._failures.excluded
+        return bool(self._excluded_machines) and self._members.machine(host) in self._excluded_machines
 
     async def _wait_for_minimum(self) -> str:
         """Wait for as many hosts as an attempt needs; return why they are not there in time, empty if they are."""
@@ -265,24 +273,3 @@ def choose(
     seats = [*taken, *[None] * (max_hosts - len(taken))]
     chosen = [next(free, None) if replica is None else replica for replica in seats]
     return [usable[replica] for replica in chosen if replica is not None]
-
-
-class HostFailures:
-    """The failures of each machine, and the machines that are excluded: those with ``after`` failures within an hour,
-    0 for never."""
-
-    def __init__(self, after: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.excluded: set[str] = set()
-        self._after = after
-        self._clock = clock
-        self._failures: dict[str, list[float]] = {}
-
-    def add(self, name: str) -> str:
-        """Count a failure of a machine; return how many there were if it excludes the machine, else an empty text."""
-        now = self._clock()
-        recent = [*(at for at in self._failures.get(name, ()) if at > now - _FAILURES_WITHIN), now]
-        self._failures[name] = recent
-        if not self._after or name in self.excluded or len(recent) < self._after:
-            return ""
-        self.excluded.add(name)
-        return f"{len(recent)} failure{'' if len(recent) == 1 else 's'} within 1 h"
