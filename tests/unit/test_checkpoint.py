@@ -10,21 +10,32 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from tests.unit.test_sync_store import write
 from torchx_monarch import checkpoint, last_checkpoint
-from torchx_monarch.controller.host_messages import CheckpointPart, PartSource, RestoreCheckpoint
+from torchx_monarch.controller.checkpoints import Checkpoints, _Checkpoint, _HeldPart
+from torchx_monarch.controller.host_messages import (
+    CheckpointPart,
+    HostError,
+    KeepCheckpoints,
+    PartSource,
+    PersistCheckpoint,
+    RestoreCheckpoint,
+)
 from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.members import Member, Members, MemberState
 from torchx_monarch.host.checkpoints import HostCheckpoints
 from torchx_monarch.host.host import Host
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.codec import decode
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.system import cgroups, run_dirs, safe_files
 from torchx_monarch.system.console import Console
@@ -206,6 +217,14 @@ def test_a_host_without_shared_memory_has_sockets_with_a_long_tmpdir(
     run_dirs.remove_tree(path)
 
 
+def checkpoints_of(sockets: Path, report: AsyncMock | None = None) -> Awaitable[HostCheckpoints]:
+    """Those of a host with a folder for its sockets."""
+    console = Console(2)
+    host = Host(HostSpec(), {}, "here", console, console, "", Reporter(console, None, ""), str(sockets), report=report)
+    host.network = HostNetwork(Address("unix", path="/nowhere"))
+    return HostCheckpoints.create(host)
+
+
 def test_a_checkpoint_for_which_there_is_no_room_cannot_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,10 +233,7 @@ def test_a_checkpoint_for_which_there_is_no_room_cannot_be_used(
     monkeypatch.setattr("torchx_monarch.host.checkpoints.room_in", lambda folder: 0)
 
     async def main() -> str:
-        console = Console(2)
-        host = Host(HostSpec(), {}, "here", console, console, str(tmp_path), Reporter(console, None, ""), str(no_disk))
-        host.network = HostNetwork(Address("unix", path="/nowhere"))
-        checkpoints = await HostCheckpoints.create(host)
+        checkpoints = await checkpoints_of(no_disk)
         part = CheckpointPart(1, 0, 0, (0,), (), 1, 10, "", 1.0, True)
         try:
             return await checkpoints.restore(RestoreCheckpoint((PartSource(part, ()),)))
@@ -225,6 +241,47 @@ def test_a_checkpoint_for_which_there_is_no_room_cannot_be_used(
             checkpoints.close()()
 
     assert "host 0 lacks the part of host 0: [Errno " in asyncio.run(main())
+
+
+def test_a_host_reports_no_checkpoints_of_a_run_that_has_ended(tmp_path: Path) -> None:
+    """Such as when it ends to copy one: replica 0 would take them for those of the next run."""
+
+    async def main() -> None:
+        report = AsyncMock()
+        checkpoints = await checkpoints_of(tmp_path, report)
+        await checkpoints.keep(KeepCheckpoints((), None))
+        report.assert_awaited_once()
+        free = checkpoints.close()
+        await checkpoints.keep(KeepCheckpoints((), None))
+        report.assert_awaited_once()
+        free()
+
+    asyncio.run(main())
+
+
+def test_what_hosts_have_copied_is_removed_after_the_last_has_ended_to_copy() -> None:
+    asked, copies = [], asyncio.Event()
+
+    async def ask_host(request: PersistCheckpoint, replica: int) -> str:
+        if request.replicas:
+            if replica == 0:
+                asyncio.get_running_loop().call_later(0.05, copies.set)
+                raise HostError("the connection of host 0 has ended")
+            await copies.wait()
+        asked.append((replica, request.replicas))
+        return ""
+
+    async def main() -> str:
+        copies.clear()
+        hosts: Any = SimpleNamespace(members=Members(2), reporter=None, ask_host=ask_host)
+        parts = {}
+        for replica in range(2):
+            part = CheckpointPart(1, 0, replica, (replica,), (), 2, 10, "/persist", 1.0, True)
+            parts[replica] = _HeldPart(part, [Member(Registration(replica, "here", 1), MemberState.ABLE)])
+        return await Checkpoints(hosts)._copy(_Checkpoint(parts), "/persist")
+
+    assert asyncio.run(main()) == "the connection of host 0 has ended"
+    assert asked == [(1, (1,)), (0, ())]
 
 
 def test_a_host_ignores_what_a_rank_gives_up_as_the_host_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

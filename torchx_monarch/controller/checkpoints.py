@@ -182,8 +182,10 @@ class Checkpoints:
             self._hosts.ask_host(PersistCheckpoint(step, attempt, tuple(replicas), folder), holder)
             for holder, replicas in by_holder.items()
         ]
+        answers = await asyncio.gather(*asking, return_exceptions=True)  # so that none copies any more
+        why = next((str(answer) for answer in answers if answer), "")
         try:
-            if not (why := next(filter(None, await asyncio.gather(*asking)), "")):
+            if not why:
                 publish = PersistCheckpoint(step, attempt, tuple(checkpoint.parts), folder, publish=True)
                 why = await self._hosts.ask_host(publish, next(iter(by_holder)))
         except HostError as error:

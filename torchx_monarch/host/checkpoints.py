@@ -88,7 +88,8 @@ class HostCheckpoints:
         return self._listed()
 
     async def _report(self) -> None:
-        if self._host.report is not None:
+        is_closed = self._ready.fileno() < 0
+        if self._host.report is not None and not is_closed:
             await self._host.report(self._listed())
 
     def _listed(self) -> CheckpointParts:
