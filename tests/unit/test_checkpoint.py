@@ -33,6 +33,7 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.members import Member, Members, MemberState
 from torchx_monarch.host.checkpoints import HostCheckpoints
 from torchx_monarch.host.host import Host
+from torchx_monarch.insight import step_progress
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.codec import decode
 from torchx_monarch.model.host_facts import Registration
@@ -145,17 +146,24 @@ def test_in_memory_an_exception_leaves_no_mark_and_the_user_gets_it(tmp_path: Pa
 
 
 def test_a_full_memory_costs_one_checkpoint_and_the_next_goes_to_the_disk(
-    tmp_path: Path, be: Be, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, be: Be, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(step_progress, "set_checkpoint", counted.append)
     (memory := tmp_path / "memory").mkdir()
     (memory / "disk").symlink_to(tmp_path / "disk")
-    be(0, memory=memory)
-    with checkpoint(5):
-        # As torch reports it.
-        raise RuntimeError("PytorchStreamWriter failed") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert "rank 0: no room for the checkpoint of step 5 in " in capsys.readouterr().err
-    assert not (memory / "writing_5").exists()
+    be(1, memory=memory)
+    with checkpoint(5) as folder:
+        (folder / "rank_1").write_text("a little")
+        be(0, memory=memory)
+        with checkpoint(5):
+            # As torch reports it.
+            raise RuntimeError("PytorchStreamWriter failed") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    said = capsys.readouterr().err
+    assert [f"rank {rank}: no room for the checkpoint of step 5 in " in said for rank in (0, 1)] == [True, True]
+    assert not (memory / "writing_5").exists() and not counted
     save(tmp_path, 6)
+    assert counted == [6]
     assert (memory / "writing_6").is_symlink() and (tmp_path / "disk" / "writing_6" / "step_6" / "rank_0").exists()
 
 

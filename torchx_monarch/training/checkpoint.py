@@ -118,12 +118,10 @@ def checkpoint(
     elif persist:
         with _on_disk(Path(written.persist), step, rank, written) as folder:
             yield folder
+        _count(step)
     else:
         with tempfile.TemporaryDirectory() as nowhere:
             yield Path(nowhere)
-        return
-    step_progress.set_checkpoint(step)
-    steps.checkpointed(step)
 
 
 def last_checkpoint(persist: str | os.PathLike[str] | None = None) -> Path | None:
@@ -158,17 +156,18 @@ def _in_memory(memory: Path, step: int, rank: int, written: Written) -> Iterator
     place = memory / f"{WRITING}{step}"
     folder = _make(memory, place) / saved.step_name(step)
     folder.mkdir(exist_ok=True)
+    aside = place / f".rank_{rank}"
     try:
         yield folder
+        aside.write_text(json.dumps(dataclasses.asdict(written)))
+        os.replace(aside, place / f"rank_{rank}")
     except BaseException as error:
         if not isinstance(error, Exception) or not _gave_up(memory, place, error):
             raise
         _say(f"rank {rank}: no room for the checkpoint of step {step} in {folder}; the one before stays, and the next")
         return
-    aside = place / f".rank_{rank}"
-    aside.write_text(json.dumps(dataclasses.asdict(written)))
-    os.replace(aside, place / f"rank_{rank}")
     _tell(memory)
+    _count(step)
 
 
 def _make(memory: Path, place: Path) -> Path:
@@ -227,6 +226,11 @@ def _on_disk(persist: Path, step: int, rank: int, written: Written) -> Iterator[
     with contextlib.suppress(FileNotFoundError, FileExistsError):  # another rank has come at the same moment
         (aside / "publishing").mkdir()
         saved.publish(persist, step, _token(), {"a rank": saved.sizes(folder)})
+
+
+def _count(step: int) -> None:
+    step_progress.set_checkpoint(step)
+    steps.checkpointed(step)
 
 
 def _token() -> str:
