@@ -22,7 +22,7 @@ from torchx_monarch.backends.core.snapshot import Outcome, seconds
 from torchx_monarch.backends.core.state import pending_stop, reduce
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.docker import native, request, snapshot
+from torchx_monarch.backends.docker import connection, request, snapshot
 from torchx_monarch.backends.docker.backend import DockerBackend
 from torchx_monarch.backends.docker.snapshot import DockerSnapshot
 from torchx_monarch.model.host_result import HostResult
@@ -310,5 +310,5 @@ def test_errors_of_the_daemon_are_for_users() -> None:
         (refused, "refuses a request: no space left"),
         (requests.exceptions.ConnectionError("gone"), "does not answer any more"),
     ):
-        with pytest.raises(BackendError, match=words), native.answering():
+        with pytest.raises(BackendError, match=words), connection.answering():
             raise error

@@ -22,7 +22,7 @@ from torchx_monarch.backends.core.state import AppStatus, count_restarts, pendin
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.kubernetes import request, snapshot
-from torchx_monarch.backends.kubernetes.native import Api
+from torchx_monarch.backends.kubernetes.connection import Api
 from torchx_monarch.backends.kubernetes.request import with_credentials
 from torchx_monarch.backends.kubernetes.snapshot import AppObjects, Attempt, JobReport
 from torchx_monarch.model.host_result import HostResult

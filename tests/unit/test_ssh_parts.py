@@ -30,12 +30,19 @@ from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import folder
 from torchx_monarch.backends.local.supervision import RoleRecord, SupervisorRecord
-from torchx_monarch.backends.ssh import native, workspace
+from torchx_monarch.backends.ssh import workspace
 from torchx_monarch.backends.ssh.backend import SshBackend, SshSnapshot, build
+from torchx_monarch.backends.ssh.connection import (
+    MachineConnection,
+    RefusedOrderError,
+    SshError,
+    at_once,
+    explain,
+    ssh_arguments,
+)
 from torchx_monarch.backends.ssh.in_job import entry
 from torchx_monarch.backends.ssh.in_job.entry import Code
 from torchx_monarch.backends.ssh.in_job.wire import FoundReplica, Layout, Place, folder_name
-from torchx_monarch.backends.ssh.native import MachineConnection, RefusedOrderError, SshError, at_once, ssh_arguments
 from torchx_monarch.backends.ssh.request import SshRequest, parse_hosts
 from torchx_monarch.client.workspace_sync import current_workspace
 from torchx_monarch.components import ft
@@ -129,7 +136,7 @@ def test_a_connection_stays_open_and_is_opened_again_when_it_was_lost(ssh: Path)
 
 
 def test_a_stopped_ssh_is_killed(ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_END_TIMEOUT", 0.1, raising=False)
+    monkeypatch.setattr("torchx_monarch.backends.ssh.connection._END_TIMEOUT", 0.1)
     connection = MachineConnection("a", sys.executable, "")
     connection.ask("hello")
     process = connection._process
@@ -437,5 +444,5 @@ def test_a_followed_log_loses_nothing_after_an_unfinished_first_line(monkeypatch
 
 def test_a_machine_without_this_package_is_told_whatever_its_interpreter() -> None:
     said = "ModuleNotFoundError: No module named 'torchx_monarch'"
-    assert native.explain(said, 1, "").startswith("its Python interpreter lacks torchx-monarch;")
-    assert native.explain(said, 1, "/opt/python").startswith("/opt/python lacks torchx-monarch;")
+    assert explain(said, 1, "").startswith("its Python interpreter lacks torchx-monarch;")
+    assert explain(said, 1, "/opt/python").startswith("/opt/python lacks torchx-monarch;")

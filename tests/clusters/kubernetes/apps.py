@@ -23,7 +23,7 @@ from tests.contract.place import Place, left_to_others
 from tests.network import namespaces
 from tests.network.relay import Relay
 from tests.waits import WITHIN, until
-from torchx_monarch.backends.kubernetes.native import Api
+from torchx_monarch.backends.kubernetes.connection import Api
 from torchx_monarch.backends.kubernetes.request import LABEL_APP
 from torchx_monarch.client.connection import Target
 from torchx_monarch.schedulers import monarch_kubernetes
@@ -66,7 +66,7 @@ class Apps(Place):
     )
     wire = WIRE
     wires = dict.fromkeys(("bad options named", "missing tool says what to install"), "real")
-    request_function = "torchx_monarch.backends.kubernetes.native:Api._send"
+    request_function = "torchx_monarch.backends.kubernetes.connection:Api._send"
     keeps_preempted_logs = keeps_events = False
     own_bad_options = (
         ({"mode": "volcano"}, "no run option `mode` any more: each role is an Indexed Job.*wrap TorchX's scheduler"),

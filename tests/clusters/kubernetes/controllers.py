@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.clusters.kubernetes import api_proxy
 from tests.clusters.kubernetes.kubelet import now
-from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
+from torchx_monarch.backends.kubernetes.connection import Api, KubernetesError
 
 INDEX = "batch.kubernetes.io/job-completion-index"
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.clusters.kubernetes.network import Network
-from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
+from torchx_monarch.backends.kubernetes.connection import Api, KubernetesError
 
 NODE = "node-a"
 ROOT = Path(__file__).parents[3]

@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.clusters.kubernetes.api_proxy import ApiProxy
 from tests.clusters.kubernetes.controllers import IndexedJobs
 from tests.clusters.kubernetes.kubelet import Kubelet
-from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
+from torchx_monarch.backends.kubernetes.connection import Api, KubernetesError
 
 _PODS, _JOBS, _SERVICES = "/api/v1/pods", "/apis/batch/v1/jobs", "/api/v1/services"
 

@@ -21,8 +21,8 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, Role
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch.backends.kubernetes import native
-from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
+from torchx_monarch.backends.kubernetes import connection
+from torchx_monarch.backends.kubernetes.connection import Api, KubernetesError
 from torchx_monarch.schedulers import monarch_kubernetes
 
 Answer = tuple[int, Any]
@@ -117,7 +117,7 @@ def wire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
     }
     (tmp_path / "config").write_text(yaml.safe_dump(config))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
-    monkeypatch.setattr(native, "_WAITS", (0.01,) * 4)
+    monkeypatch.setattr(connection, "_WAITS", (0.01,) * 4)
     yield wire
     wire.close()
 

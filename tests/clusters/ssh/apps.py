@@ -38,7 +38,7 @@ class Apps(QueuePlace):
 
     name = NAME
     factory = staticmethod(monarch_ssh)
-    request_function = "torchx_monarch.backends.ssh.native:MachineConnection.ask"
+    request_function = "torchx_monarch.backends.ssh.connection:MachineConnection.ask"
     install = "Debian: openssh-client"
     own_bad_options = (
         ({"hosts": ["m1"]}, "trainer has 2 replicas, and the machines of run option `hosts` are 1"),

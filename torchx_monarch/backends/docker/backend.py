@@ -27,8 +27,8 @@ from torchx_monarch.backends.core.errors import SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome, TimedLines, seconds
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.docker import native
-from torchx_monarch.backends.docker.native import DaemonError, answering, map_concurrently
+from torchx_monarch.backends.docker import connection
+from torchx_monarch.backends.docker.connection import DaemonError, answering, map_concurrently
 from torchx_monarch.backends.docker.request import LABEL_APP, DockerOpts, render
 from torchx_monarch.backends.docker.snapshot import DockerSnapshot, add_files, build, describe_removed, read_results
 from torchx_monarch.model.env_names import CREDENTIALS
@@ -67,9 +67,9 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
             return docker.from_env()
         except DockerException as error:
             raise DaemonError(
-                f"there is no Docker daemon at {native.where()} ({error}). Start it (systemctl start docker; Debian's "
-                "package is docker.io), name another in DOCKER_HOST, or have yourself put into the group that may "
-                "use it"
+                f"there is no Docker daemon at {connection.where()} ({error}). Start it (systemctl start docker; "
+                "Debian's package is docker.io), name another in DOCKER_HOST, or have yourself put into the group that "
+                "may use it"
             ) from None
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
     def checks(self, options: DockerOpts) -> Iterable[CheckResult]:
         with answering():
             info = self._client.info()
-        return [CheckResult("Docker", f"{info.get('ServerVersion', 'unknown version')} at {native.where()}")]
+        return [CheckResult("Docker", f"{info.get('ServerVersion', 'unknown version')} at {connection.where()}")]
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: DockerOpts) -> DockerJob:
         return render(app, options)
@@ -106,8 +106,8 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         except BaseException as error:
             self._remove(request.app_id, made)
             if isinstance(error, DockerException):
-                hint = " (run option init=False does without)" if "docker-init" in native.explained(error) else ""
-                raise SubmitError(f"the app was not started: {native.explained(error)}{hint}") from None
+                hint = " (run option init=False does without)" if "docker-init" in connection.explained(error) else ""
+                raise SubmitError(f"the app was not started: {connection.explained(error)}{hint}") from None
             raise
         return str(request.app_id)
 
@@ -173,7 +173,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
             gone = any(found.name == name and found.state is State.UNKNOWN for found in app.replicas)
             raise UserError(describe_removed(name) if gone else f"replica {name} has no container yet")
         with answering():
-            yield from native.log_lines(container, query)
+            yield from connection.log_lines(container, query)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

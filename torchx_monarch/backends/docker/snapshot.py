@@ -27,7 +27,7 @@ from torchx_monarch.backends.core.snapshot import (
 )
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.docker import request
-from torchx_monarch.backends.docker.native import environment, map_concurrently, read_file
+from torchx_monarch.backends.docker.connection import environment, map_concurrently, read_file
 from torchx_monarch.insight import events
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import describe_shell_code

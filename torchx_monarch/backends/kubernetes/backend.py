@@ -24,7 +24,7 @@ from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, Che
 from torchx_monarch.backends.core.snapshot import Outcome, TimedLines, nanoseconds
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.kubernetes import request, snapshot
-from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
+from torchx_monarch.backends.kubernetes.connection import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.request import (
     LABEL_APP,
     KubernetesOpts,

@@ -21,8 +21,7 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaS
 from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.ssh import workspace
-from torchx_monarch.backends.ssh.in_job.wire import FoundReplica, Layout, Place, folder_name
-from torchx_monarch.backends.ssh.native import (
+from torchx_monarch.backends.ssh.connection import (
     MachineConnection,
     RefusedOrderError,
     SshError,
@@ -30,6 +29,7 @@ from torchx_monarch.backends.ssh.native import (
     find_ssh,
     ssh_arguments,
 )
+from torchx_monarch.backends.ssh.in_job.wire import FoundReplica, Layout, Place, folder_name
 from torchx_monarch.backends.ssh.request import SshOpts, SshRequest, parse_hosts, render
 from torchx_monarch.model import codec
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec

@@ -16,8 +16,8 @@ from torchx_monarch.backends.core.options import AvoidOpts, NetworkOpts, QueueOp
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.supervision import RoleRequest, SupervisorRequest
 from torchx_monarch.backends.ssh import workspace
+from torchx_monarch.backends.ssh.connection import ssh_arguments
 from torchx_monarch.backends.ssh.in_job.wire import Layout
-from torchx_monarch.backends.ssh.native import ssh_arguments
 from torchx_monarch.model.env_names import CREDENTIALS, replica0_variables
 from torchx_monarch.model.role_spec import RoleSpec
 

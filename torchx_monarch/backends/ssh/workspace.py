@@ -15,7 +15,7 @@ from torchx.specs import CfgVal, Role, Workspace
 from torchx.workspace import WorkspaceMixin
 
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.backends.ssh.native import MachineConnection, at_once
+from torchx_monarch.backends.ssh.connection import MachineConnection, at_once
 from torchx_monarch.code_sync.manifest import Tree, is_home_or_root
 from torchx_monarch.code_sync.upload import PIECE, pack
 
