@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from torchx.specs import AppDef, Role
 
+from tests.waits import WITHIN
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import AppStatus, count_restarts, pending_stop, reduce
@@ -331,3 +335,21 @@ def test_a_spare_that_can_never_start_fails_no_app() -> None:
         replicas = [one(number, P if number == stuck else R, is_stuck=number == stuck) for number in range(3)]
         status = reduce(app(RoleSnapshot(RoleSpec("r", 3, **SPARED), replicas)))
         assert (status.outcome and status.outcome.state) == state
+
+
+def test_who_follows_an_app_does_not_wait_for_the_answer_of_another() -> None:
+    asked, answered = threading.Event(), threading.Event()
+
+    def snapshot(app_id: str, *, brief: bool) -> None:
+        if app_id == "slow":
+            asked.set()
+            assert answered.wait(WITHIN)
+
+    apps = Apps(cast(Any, SimpleNamespace(poll=1.0, snapshot=snapshot)), "b")
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            slow = pool.submit(apps.recent, "slow")
+            assert asked.wait(WITHIN)
+            assert pool.submit(apps.recent, "fast").result(5) is None and not slow.done()
+        finally:
+            answered.set()

@@ -28,7 +28,7 @@ class Apps(Generic[S]):
     def __init__(self, backend: Backend[Any, Any, S], scheduler: str) -> None:
         self.backend = backend
         self._scheduler = scheduler
-        self._lock = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {}
         self._latest: dict[str, tuple[float, tuple[S, AppStatus] | None]] = {}
 
     def read(self, app_id: str, *, brief: bool = False) -> tuple[S, AppStatus] | None:
@@ -98,7 +98,7 @@ class Apps(Generic[S]):
 
         Followers of logs share it: `torchx log` reads 500 replicas in 500 threads.
         """
-        with self._lock:
+        with self._locks.setdefault(app_id, threading.Lock()):
             when, found = self._latest.get(app_id, (0.0, None))
             if found is None or time.monotonic() > when + self.backend.poll:
                 found = self.read(app_id, brief=True)
