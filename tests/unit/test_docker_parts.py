@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
 from types import SimpleNamespace
@@ -268,6 +268,16 @@ def test_a_host_that_must_not_be_restarted_has_ended() -> None:
     status = reduce(app)
     assert (status.state, pending_stop(app), status.error) == (State.FAILED, None, result.to_text())
     assert status.message == "replica main/0 exited with code 78; not started again: exit code 78 asks for it"
+
+
+def test_a_file_that_grows_without_end_is_not_read() -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(100):
+            yield bytes(1 << 20)
+        pytest.fail("all of it was read")
+
+    container = SimpleNamespace(get_archive=lambda path: (chunks(), {"size": 10, "mode": 0o644}))
+    assert connection.read_file(cast(Any, container), "/tmp/a") == ""
 
 
 def test_marker_files_are_read_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:

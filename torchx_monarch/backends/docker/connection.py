@@ -83,7 +83,14 @@ def read_file(container: Container, path: str, since: float = 0.0) -> str:
         if about["size"] > _MAX_BYTES or about["mode"] & _GO_MODE_TYPE:
             chunks.close()  # the archive of a folder holds the folder's whole content
             return ""
-        with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
+        read = io.BytesIO()
+        for chunk in chunks:
+            if read.tell() > 2 * _MAX_BYTES:  # it has grown since
+                chunks.close()
+                return ""
+            read.write(chunk)
+        read.seek(0)
+        with tarfile.open(fileobj=read) as archive:
             member = archive.next()
             # Times in an archive are whole seconds. An older file is from an earlier start of the container.
             if member is None or not member.isfile() or member.mtime + 1 < since:
