@@ -10,13 +10,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torchx.specs import AppDef, Role
 
 from tests.waits import WITHIN
 from torchx_monarch.backends import entrypoint
-from torchx_monarch.backends.batch.backend import Job
+from torchx_monarch.backends.batch.backend import BatchBackend, Job
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder
 from torchx_monarch.backends.batch.htcondor import HTCondorBackend, HTCondorOpts
 from torchx_monarch.backends.batch.lsf import LsfBackend, LsfOpts
@@ -237,6 +238,24 @@ def test_lsf_has_a_code_for_an_empty_queue(monkeypatch: pytest.MonkeyPatch, mess
             LsfBackend().queued()
     else:
         assert LsfBackend().queued() == {}
+
+
+@pytest.mark.parametrize(
+    ("backend", "text"),
+    [
+        (LsfBackend(), "{ LSF is going down"),
+        (LsfBackend(), '{"JOBS": 1}'),
+        (SgeBackend(), "<job_info>&"),
+        (HTCondorBackend(), "-- Failed to fetch ads"),
+        (HTCondorBackend(), '[{"ProcId": 1}]'),
+    ],
+)
+def test_an_answer_that_is_no_list_of_jobs_is_shown(
+    backend: BatchBackend[Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers(monkeypatch, type(backend), text)
+    with pytest.raises(BackendError, match=rf"^{backend.name} has answered what is no list of jobs: \w+Error\("):
+        backend.list_jobs({})
 
 
 def test_htcondor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,13 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
     def queued(self) -> Mapping[str, QueuedJob]:
         """Return the user's jobs that have not ended, by id. A task of an array job is ``ID.NUMBER``."""
 
+    def _read_queue(self) -> Mapping[str, QueuedJob]:
+        """Return ``queued``; raise BackendError for an answer that cannot be read, such as a warning before it."""
+        try:
+            return self.queued()
+        except (LookupError, SyntaxError, ValueError) as error:  # SyntaxError: of XML
+            raise BackendError(f"{self.name} has answered what is no list of jobs: {error!r}") from None
+
     # -- commands ------------------------------------------------------------------------------------------------------
 
     def run(self, command: Sequence[str]) -> str:
@@ -171,7 +178,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
                     raise
 
     def checks(self, options: O) -> Iterable[CheckResult]:
-        jobs = [job for job in self.queued().values() if not job.state.is_terminal]
+        jobs = [job for job in self._read_queue().values() if not job.state.is_terminal]
         return [CheckResult(self.name, f"{len(jobs)} of your jobs wait or run")]
 
     # -- submitting ----------------------------------------------------------------------------------------------------
@@ -357,7 +364,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
 
     def list_jobs(self, folders: Mapping[str, JobFolder]) -> Mapping[str, QueuedJob]:
         """Return the jobs of apps that the batch system knows; those that have ended, too, if it remembers them."""
-        return self.queued()
+        return self._read_queue()
 
     def has_recorded_end(self, folder: JobFolder) -> bool:
         """Return whether the files of an app say that it has ended, so that the queue need not be read."""
@@ -447,7 +454,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
             app.folder.write_stop(outcome, grace)
         except OSError:  # a full disk: the tasks cannot be asked, so that the batch system must end them
             grace = 0
-        left = self._left(app, self.queued())
+        left = self._left(app, self._read_queue())
         self.cancel([job_id for job_id, job in left.items() if grace == 0 or job.state is State.PENDING])
 
     def _left(self, app: BatchSnapshot, queued: Mapping[str, QueuedJob]) -> dict[str, QueuedJob]:
