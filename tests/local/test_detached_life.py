@@ -252,6 +252,7 @@ def old_app(name: str, ended: float, state: State = State.SUCCEEDED) -> None:
     record = SupervisorRecord(name, "old", created=ended - 10, state=state, ended=ended)
     record.roles = [RoleRecord("r", [ReplicaRecord(k, state=state, exit_code=0) for k in range(4)])]
     state_files.write_json(paths.status, asdict(record))
+    os.utime(paths.status, (ended, ended))
 
 
 def test_ten_submissions_at_once(apps: Detached) -> None:

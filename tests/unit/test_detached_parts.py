@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -304,6 +305,15 @@ def test_a_supervisor_that_does_not_start_in_time_is_given_up(tmp_path: Path, mo
     with pytest.raises(SubmitError, match="it printed nothing"):
         submit.submit(SupervisorRequest("a-hung", "a", []), {})
     assert not (tmp_path / "waited").exists() and not os.path.exists(state_files.app_paths("a-hung").root)
+
+
+def test_pruning_reads_no_record_that_is_young(paths: state_files.AppPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[str]()
+    monkeypatch.setattr(folder, "current_state", lambda found: read.append(found.app_id))
+    state_files.write_json(paths.status, {})
+    for age, expected in ((13, []), (15, [paths.app_id])):
+        os.utime(paths.status, (time.time() - age * 86400,) * 2)
+        assert folder.prune(os.path.dirname(paths.root)) == [] and read == expected
 
 
 def test_removes_an_app_with_a_damaged_request(paths: state_files.AppPaths) -> None:

@@ -190,6 +190,7 @@ def describe_full_disk(paths: state_files.SupervisorPaths) -> str:
 def prune(apps: str) -> list[str]:
     """Remove apps that ended long ago, and folders half removed; return the ids of the removed apps."""
     now, removed = time.time(), list[str]()
+    oldest = now - state_files.keep_days() * 86400
     for name in sorted(os.listdir(apps)):
         paths = state_files.AppPaths(os.path.join(apps, name))
         with contextlib.suppress(state_files.DamagedFileError, OSError):
@@ -197,10 +198,12 @@ def prune(apps: str) -> list[str]:
                 if os.stat(paths.root).st_mtime < now - 3600.0:  # else another process may still work on it
                     run_dirs.remove_tree(paths.root)
                 continue
+            if os.stat(paths.status).st_mtime >= oldest:  # reading all jobs of a sweep at the end of each takes long
+                continue
             record = current_state(paths)
             if record is None or not record.terminal or record.ended is None or is_supervised(paths):
                 continue
-            if record.ended < now - state_files.keep_days() * 86400:
+            if record.ended < oldest:
                 remove_ended(paths)
                 removed.append(name)
     return removed
