@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torchx.specs import AppDef, Role
 
-from tests.waits import WITHIN
+from tests.waits import WITHIN, until
 from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.batch.backend import BatchBackend, Job
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder
@@ -24,7 +25,7 @@ from torchx_monarch.backends.batch.lsf import LsfBackend, LsfOpts
 from torchx_monarch.backends.batch.options import time_limit
 from torchx_monarch.backends.batch.pbs import PbsBackend, PbsOpts
 from torchx_monarch.backends.batch.sge import SgeBackend, SgeOpts
-from torchx_monarch.backends.batch.snapshot import QueuedJob
+from torchx_monarch.backends.batch.snapshot import QueuedJob, read_replica
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
@@ -177,6 +178,28 @@ def test_a_job_that_cannot_be_taken_back_is_named(
     with pytest.raises(BackendError, match="qsub refuses"):
         backend.submit(backend.render(app, submitted, PbsOpts()), submitted, "")
     assert "not cancelled, to be done by `qdel 8`: qdel refuses: the server is busy" in caplog.text
+
+
+def test_a_task_says_for_which_role_it_waits(pbs_app: JobFolder) -> None:
+    roles = [RoleRequest(RoleSpec(name), ["true"], {}, "/") for name in ("a", "b")]
+    backend = PbsBackend()
+    backend.fill_folder(pbs_app, BatchRequest("app", pbs_app.root, roles, []))
+    code = (
+        f"import sys; sys.path.append({str(Path(__file__).parents[2])!r})\n"
+        "from torchx_monarch.backends.batch import task\n"
+        f"task._QUIET_TIME = 0.0\nsys.exit(task.main({pbs_app.root!r}, '1', '0'))"
+    )
+    record = pbs_app.replica("b", 0).load_record
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", code]) as waiting, contextlib.ExitStack() as undo:
+        undo.callback(waiting.kill)
+        until(lambda: (found := record()) and found.msg, "the reason")
+        found = read_replica(roles[1].spec, 0, record(), RUNNING, None)
+        assert (found.state, found.waiting) == (State.PENDING, "its job runs, and waits for replica 0 of role a")
+        (first := SupervisorRecord("x", "app", 1.0, hostname="node1")).roles = [RoleRecord("a", [ReplicaRecord(0)])]
+        state_files.write_json(pbs_app.replica("a", 0).status, asdict(first))
+        until(lambda: (found := record()) and found.state is State.SUCCEEDED, "the end of the task")
+        state_files.write_json(pbs_app.replica("a", 0).status, asdict(replace(first, state=State.SUCCEEDED)))
+        assert waiting.wait(WITHIN) == 0
 
 
 def test_the_command_at_the_end_is_told_what_was_slow(pbs_app: JobFolder, tmp_path: Path) -> None:

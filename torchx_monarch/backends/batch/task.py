@@ -8,6 +8,7 @@ itself, which then starts the task again or not; the record says CANCELLED, and 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -32,6 +33,10 @@ APP_ID = "MONARCH_APP_ID"
 
 _POLL = 0.5
 """Seconds between two looks at the folder, which may be on a network file system."""
+
+
+_QUIET_TIME = 10.0
+"""Seconds in which the replicas of an app that start together are there."""
 
 
 class _TaskLoop(SupervisorLoop):
@@ -120,7 +125,7 @@ def main(folder: str, role: str, number: str) -> int:
     with contextlib.suppress(OSError):  # a full disk
         safe_files.make_reserve(paths.reserve, record.reserve_bytes)
     state_files.write_json(paths.status, asdict(record))
-    hosts = _await_replica0_hosts(job, stored)
+    hosts = _await_replica0_hosts(job, stored, paths, record)
     if int(role) == replica == 0 and job.load_stop() is None:
         events.append(job.events, "job_started", f"the app runs; its first replica is on {node}")
     only.env = {**hosts, "MONARCH_NODE": node, "MONARCH_EVENTS": job.events.replace("$", "$$"), **only.env}
@@ -158,19 +163,30 @@ def _new_record(paths: ReplicaFolder, request: SupervisorRequest, node: str) -> 
     return record
 
 
-def _await_replica0_hosts(job: JobFolder, stored: BatchRequest) -> dict[str, str]:
+def _await_replica0_hosts(
+    job: JobFolder, stored: BatchRequest, paths: ReplicaFolder, record: SupervisorRecord
+) -> dict[str, str]:
     """Wait until all replicas 0 have started, or the app is to stop; return the variables with their hosts.
 
-    A batch system that knows the nodes beforehand has set the variables itself.
+    Their jobs may be in the queue for long, so the record says for which one this task waits. A batch system that knows
+    the nodes beforehand has set the variables itself.
     """
+    said_at = time.monotonic() + _QUIET_TIME
     names = {replica0_variable(index): role.spec.name for index, role in enumerate(stored.roles)}
     hosts = {variable: os.environ[variable] for variable in names if variable in os.environ}
     while job.load_stop() is None:
         for variable in names.keys() - hosts.keys():
-            record = job.replica(names[variable], 0).load_record()
-            if record is not None and record.hostname:
-                hosts[variable] = record.hostname
+            first = job.replica(names[variable], 0).load_record()
+            if first is not None and first.hostname:
+                hosts[variable] = first.hostname
         if len(hosts) == len(names):
+            record.msg = ""
             return {RANK0_HOST: hosts[replica0_variable(0)], **hosts}
+        if time.monotonic() > said_at:
+            said_at = math.inf
+            role = next(names[variable] for variable in names if variable not in hosts)
+            record.msg = f"its job runs, and waits for replica 0 of role {role}"
+            with contextlib.suppress(OSError):  # a full disk
+                state_files.write_json(paths.status, asdict(record))
         time.sleep(0.25)  # the folder may be on a network file system
     return hosts
