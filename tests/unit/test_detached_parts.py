@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -329,7 +329,7 @@ def test_the_exit_of_a_process_is_awaited_and_not_that_of_another_with_its_pid()
         target = processes.identity(child.pid)
         assert target is not None
         assert processes.await_exit(target, 0.0) and child.poll() is None  # it has not exited in that time
-        assert not processes.await_exit(target._replace(start=target.start - 1), WITHIN)
+        assert not processes.await_exit(replace(target, start=target.start - 1), WITHIN)
         child.stdin.close()
         processes.await_exit(target, WITHIN)  # False if it has exited before the call
         assert processes.identity(child.pid) is None

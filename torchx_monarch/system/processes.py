@@ -19,6 +19,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 #: The environment variable that marks every process of an app.
@@ -164,7 +165,8 @@ def _set_up_child(parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-class ProcessIdentity(NamedTuple):
+@dataclass(frozen=True)
+class ProcessIdentity:
     """The identity of a process: pid, and start time in clock ticks since boot."""
 
     pid: int

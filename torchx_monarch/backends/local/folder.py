@@ -9,7 +9,7 @@ import fcntl
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import Outcome
@@ -115,9 +115,7 @@ class Owner:
 def write_owner(paths: state_files.AppPaths) -> None:
     identity = processes.identity(os.getpid())
     assert identity is not None
-    # asdict() leaves named tuples as they are, and JSON would write them as lists.
-    owner = {"hostname": os.uname().nodename, "supervisor": identity._asdict()}
-    state_files.write_json(paths.supervisor, owner)
+    state_files.write_json(paths.supervisor, asdict(Owner(os.uname().nodename, identity)))
 
 
 def load_owner(paths: state_files.AppPaths) -> Owner | None:
