@@ -630,6 +630,9 @@ class Contract(Groups):
             seen = {"hosts", "ranks", "running", "stopping"} if place.keeps_events else {"unknown"}
             assert set(times["phases"]) - {"submit", "queued", "first output", "end"} == seen, times
 
+    @pytest.mark.nightly(
+        "it imports torch, and goes through the hosts alone, which tests/local/test_hangs.py has every time"
+    )
     @pytest.mark.scenario("root cause in status")
     def test_a_rank_that_others_wait_for_is_the_root_cause(self, place: Place) -> None:
         role = place.torchrun(_program(place, _HANGS), nproc=1, env={"OMP_NUM_THREADS": "1"})

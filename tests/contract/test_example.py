@@ -38,9 +38,9 @@ class TaskSpoolerPlace(BatchPlace):
     factory = staticmethod(create_scheduler)
     nightly = left_to_others(
         "test_the_job_begins_again_when_a_host_is_lost[1]",
-        "test_a_lost_host_is_replaced[1]",
+        "lost host replaced",
+        "test_a_failing_command_is_the_root_cause",
         "test_delete_leaves_nothing[1000]",
-        "test_a_rank_that_others_wait_for_is_the_root_cause",
         "test_actors_run_beside_ranks",
         "test_a_client_attaches_during_a_run",
         "spare host",

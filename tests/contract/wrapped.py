@@ -54,7 +54,6 @@ class LocalCwdPlace(Place):
     is_registered = False
     names_hosts = False
     nightly = left_to_others(
-        "test_a_rank_that_others_wait_for_is_the_root_cause",
         "test_actors_run_beside_ranks",
         "test_ranks_are_looked_at_and_debugged",
         "test_a_command_is_told_of_the_end[0]",

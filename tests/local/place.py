@@ -24,9 +24,7 @@ class LocalPlace(QueuePlace):
     nightly = left_to_others(
         "test_a_lost_host_is_replaced[1]",
         "test_the_job_begins_again_when_a_host_is_lost[1]",
-        "test_a_preempted_job_goes_on[REPLICA]",
         "test_a_client_attaches_during_a_run",
-        "test_a_rank_that_others_wait_for_is_the_root_cause",
         training=False,
     )
 

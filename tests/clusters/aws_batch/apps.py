@@ -110,8 +110,8 @@ class Apps(Place):
     nightly = left_to_others(
         "test_actors_run_beside_ranks",
         "test_a_client_attaches_during_a_run",
-        "test_a_rank_that_others_wait_for_is_the_root_cause",
         "test_a_command_is_told_of_the_end[0]",
+        "test_a_command_has_its_arguments_and_environment[False]",
         "test_ranks_are_looked_at_and_debugged",
     )
     wire = "moto+docker"

@@ -81,7 +81,7 @@ def test_an_app_of_500_replicas(apps: Apps) -> None:
     assert [replica.id for replica in status.roles[0].replicas] == list(range(500))
     assert {replica.state for replica in status.roles[0].replicas} == {AppState.PENDING}
     assert apps.mine() == [("many", AppState.PENDING)]
-    assert apps.fresh(handle, "print(runner.describe(handle).roles[0].num_replicas)") == "500\n"
+    assert apps.described(handle).roles[0].num_replicas == 500
     assert apps.output(handle, 499, "r") == ""
     apps.runner.cancel(handle)
     apps.wait(handle, AppState.CANCELLED)
@@ -109,9 +109,7 @@ def test_jobs_that_the_controller_has_forgotten(
         # Nobody looks on when these end.
         held = apps.run(sh("true", replicas=4), name="held", comment="a note")
         for handle, words in ((good, "well"), (bad, ""), (held, "")):
-            assert apps.fresh(handle, 'print("".join(runner.log_lines(handle, "r", 0, should_tail=True)))').startswith(
-                words
-            )
+            assert words in apps.torchx("log", "--tail", f"{handle}/r/0")
         ids = [handle.rpartition("/")[2] for handle in (good, bad, held)]
         apps.until(lambda: not any(apps.slurm_state(job_id) for job_id in ids), "Slurm to forget", good)
         assert apps.status(good).state is AppState.SUCCEEDED
@@ -285,7 +283,9 @@ def test_goes_on_after_the_job_was_queued_again(
         assert f"; stopped at step {int(saved[0]):,}, saved; the job goes back into the queue" in events
 
 
-@pytest.mark.parametrize("roles", [1, 2])
+@pytest.mark.parametrize(
+    "roles", [pytest.param(1, marks=pytest.mark.nightly("the contract loses a host of such a job every time")), 2]
+)
 def test_a_spare_node_takes_the_place_of_a_lost_one(
     apps: Apps, cluster: SlurmCluster, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, roles: int
 ) -> None:

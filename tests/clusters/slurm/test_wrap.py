@@ -50,7 +50,6 @@ class SlurmPlace(Place):
     install = "sbatch"
     nightly = left_to_others(
         "test_actors_run_beside_ranks",
-        "test_a_rank_that_others_wait_for_is_the_root_cause",
         "test_a_failing_rank_is_the_root_cause",
         "test_ranks_are_looked_at_and_debugged",
         "function on hosts that stay",
