@@ -24,7 +24,7 @@ from torchx_monarch.insight.group_calls import GroupStatus, group_calls
 from torchx_monarch.insight.metrics import ACTIVITY, MAX_ROWS, MetricsFile, Point, read_points
 from torchx_monarch.insight.rank_sample import RankSample, RankSamples, RankView
 from torchx_monarch.insight.report_page import curves, late_rows
-from torchx_monarch.insight.timeline import Moment, Span, build
+from torchx_monarch.insight.timeline import Moment, Span, Timeline, build
 from torchx_monarch.schedulers.job_metrics import read_activity
 
 GIB = 1 << 30
@@ -132,7 +132,7 @@ def test_how_it_is_drawn(tmp_path: Path) -> None:
     assert shown["metrics"]["lateness s"] == {"min": 0.0, "max": 0.4, "median": 0.001}
     assert shown["late"] == (0.0, 0.4, 0.001) and shown["outliers"]["memory GiB"] == "rank 1 on node0"
     points = [found.points for found in activity]
-    rows = late_rows(points, 3, timeline.job)
+    rows = late_rows(points, timeline, "t")
     assert [(row.label, row.most) for row in rows] == [("rank 0", 0.0), ("rank 1", 0.4), ("rank 2", 0.001)]
     columns = [column for column, share in rows[1].cells if share == 1.0]
     assert columns == [*range(int(64 * 12 / 21), int(64 * 19 / 21) + 1)] and not rows[2].cells
@@ -153,7 +153,19 @@ def test_how_it_is_drawn(tmp_path: Path) -> None:
     assert not loss.checkpoints and [job for job, _ in loss.lines] == [0, 1]
     (loss,) = curves([reported], over=timeline.job)
     assert loss.checkpoints == [381.0, 761.9] and (loss.begin, loss.end) == ("0 s", "21.0 s")
-    assert late_rows([[Point(0, 105.0, 1, {}, {}, (0.0, 0.0005))]], 2, timeline.job) == []
+    assert late_rows([[Point(0, 105.0, 1, {}, {}, (0.0, 0.0005))]], timeline, "t") == []
+
+
+@pytest.mark.parametrize(("rows", "last"), [(8, "rank 7"), (64, "ranks 126-127")])
+def test_of_which_ranks_a_row_tells_whatever_other_roles_and_attempts_there_are(rows: int, last: str) -> None:
     job = Span("job", "job", 0.0, 10.0)
-    many = late_rows([[Point(0, at, 1, {}, {}, tuple(row / 64 for row in range(64))) for at in (2.0, 4.0)]], 128, job)
-    assert len(many) == 16 and many[-1].label == "ranks 126-127" and json.dumps(many)
+    attempts = [Span("attempt", f"attempt {at}", 0.0, 10.0, job, role) for at, role in ((1, "t"), (2, "t"), (1, "u"))]
+    sizes = (128 if rows == 64 else rows, 4, 12)  # of the elastic role "t" half is lost
+    ranks = [
+        Span("rank", f"rank {rank}", 0.0, 10.0, attempt, attempt.role, rank)
+        for attempt, size in zip(attempts, sizes, strict=True)
+        for rank in range(size)
+    ]
+    points = [Point(0, at, 1, {}, {}, tuple(row / 64 for row in range(rows))) for at in (2.0, 4.0)]
+    found = late_rows([points], Timeline((job, *attempts, *ranks)), "t")
+    assert len(found) == min(rows, 16) and found[-1].label == last and json.dumps(found)

@@ -130,11 +130,11 @@ def _activity(job: JobFacts) -> list[tuple[str, list[Curve], list[LateRow]]]:
         of_roles.setdefault(attempt.role, []).append(attempt)
     found = []
     for role, attempts in of_roles.items():
-        points, ranks = [attempt.points for attempt in attempts], len(job.timeline.last_ranks())
+        points = [attempt.points for attempt in attempts]
         title = "What the ranks did" + (f" ({one_line(role)})" if len(of_roles) > 1 else "")
         moments = [moment for moment in job.timeline.moments if moment.role in ("", role)]
         drawn = curves(points, over=job.timeline.job, moments=moments)
-        found.append((title, drawn, late_rows(points, ranks, job.timeline.job)))
+        found.append((title, drawn, late_rows(points, job.timeline, role)))
     return found
 
 

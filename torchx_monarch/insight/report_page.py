@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -266,13 +266,13 @@ class LateRow(NamedTuple):
     cells: Sequence[tuple[int, float]]
 
 
-def late_rows(attempts: Sequence[Sequence[Point]], ranks: int, job: Span) -> list[LateRow]:
-    """Return the heat map of how late ranks were, over the time of a job; empty if none was.
+def late_rows(attempts: Sequence[Sequence[Point]], timeline: Timeline, role: str) -> list[LateRow]:
+    """Return the heat map of how late the ranks of a role were, over the time of the job; empty if none was.
 
     Args:
         attempts: the activity of the ranks of each attempt.
-        ranks: the number of ranks.
     """
+    job, started = timeline.job, Counter(id(rank.parent) for rank in timeline.spans_of("rank", role))
     worst: dict[tuple[int, int], float] = {}
     for points in attempts:
         before = None
@@ -283,6 +283,7 @@ def late_rows(attempts: Sequence[Sequence[Point]], ranks: int, job: Span) -> lis
                 for row, late in enumerate(point.late):
                     worst[row, column] = max(worst.get((row, column), 0.0), late)
     count = max((row for row, _ in worst), default=-1) + 1
+    ranks = max([count, *started.values()])
     most = [max((late for (at, _), late in worst.items() if at == row), default=0.0) for row in range(count)]
     shown = sorted(sorted(range(count), key=lambda row: -most[row])[:_MAX_LATE_ROWS])
     if max(most, default=0.0) < _LEAST_LATE:
