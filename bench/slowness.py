@@ -101,9 +101,9 @@ def ends_after(step, loss):
     if PROGRAM != "silent":
         torchx_monarch.progress(step, loss=loss)
     times.append(time.time())
-    if RANK == 0 and step == 60:
+    if RANK == 0 and step == 40:
         with open(f"{FOLDER}/step", "w") as file:
-            file.write(str((times[60] - times[20]) / 40))
+            file.write(str((times[40] - times[20]) / 20))
     end = torch.tensor([float(os.path.exists(f"{FOLDER}/end"))])
     dist.all_reduce(end)
     return bool(end.item())
@@ -362,7 +362,7 @@ def _processor_seconds(pid: int) -> float:
 def trial(choice: random.Random, injects: bool, programs: list[str], kinds: list[str], runs: float) -> dict[str, Any]:
     """Run a job; return what has been injected, and the verdicts."""
     program, kind, rank = choice.choice(programs), choice.choice(kinds), choice.randrange(HOSTS * NPROC)
-    onset, factor = choice.uniform(5, 20), choice.uniform(0.5, 2.5)
+    onset, factor = choice.uniform(5, 15), choice.uniform(0.5, 2.5)
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="sl") as folder:
         job = Job(Path(folder), program, {})
         step = job.step()
@@ -424,7 +424,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--injected", type=int, default=20)
     parser.add_argument("--clean", type=int, default=20)
-    parser.add_argument("--clean-seconds", type=float, default=40.0)
+    parser.add_argument("--clean-seconds", type=float, default=30.0)
     parser.add_argument("--kind", choices=KINDS, action="append")
     parser.add_argument("--program", choices=PROGRAMS, action="append")
     parser.add_argument("--cost", type=int, default=0)

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -138,6 +139,21 @@ def test_a_verdict_is_reported_once_and_its_end_too_and_the_hook_gets_it(tmp_pat
     assert hosts.reporter.notes[1][1].startswith("slow no more: rank 1 (n1); ")
     found = json.loads(told.read_text())
     assert (found["id"], found["kind"], found["path"], found["message"]) == ("job-1", "file", "/mnt/x", line)
+
+
+def test_stacks_are_taken_at_irregular_times_that_are_no_multiple_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async def steps(hosts: Hosts, watch: HangWatch) -> None:
+        monkeypatch.setattr(slow_watch, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+        hosts.slows = True
+        await until_async(lambda: hosts.reporter.notes, "the verdict")
+
+    watched(HostSpec(hang_after=0.0), steps)
+    assert len(set(pauses)) == len(pauses) >= slow_watch._ROUNDS
 
 
 def test_nothing_is_concluded_without_all_hosts_and_the_failure_of_a_hook_is_said() -> None:

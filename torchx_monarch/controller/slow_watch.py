@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import random
 import time
 from collections.abc import Mapping
 
@@ -51,8 +52,10 @@ _CALLS = 1 << 16
 _TOO_OLD = 10
 """Paces in which nothing was done after which those before count no more."""
 
-_ROUNDS = 10
-_ROUND_EVERY = 0.1
+_ROUNDS = 15
+_ROUND_EVERY = 0.06
+"""Mean seconds between two rounds. They differ: at multiples of the seconds of a step a rank is always at one place."""
+
 _STACKS_TIMEOUT = 2.0
 
 _MAX_STACKS = 2
@@ -147,7 +150,7 @@ class SlowWatch:
             taken = await asyncio.gather(*map(take, (*suspects, *others)))
             self._own += map(activity, filter(None, taken[: len(suspects)]))
             self._theirs += map(activity, filter(None, taken[len(suspects) :]))
-            await asyncio.sleep(_ROUND_EVERY)
+            await asyncio.sleep(_ROUND_EVERY * random.uniform(0.5, 1.5))
 
     def _report(self, suspect: Suspect, hosts: Mapping[int, int]) -> None:
         attempt = self._members.attempt
