@@ -83,7 +83,7 @@ def wait(data):
         time.sleep(data.seconds)
     elif data.kind == "fifo":
         with open(data.open, "rb", 0) as file:
-            file.read()
+            file.read(1)
     elif data.kind in ("disk", "fuse"):
         os.preadv(data.open, [block], len(block) * random.randrange(64))
     elif data.kind == "flock":
@@ -270,6 +270,7 @@ def slowed(  # noqa: C901 - one small function for each way
         with suppress(BrokenPipeError), open(place, "wb", 0) as file:  # which waits for the reader
             time.sleep(seconds)
             file.write(b"x")
+        time.sleep(0.005)  # until the reader has closed it
 
     def hold() -> None:
         with open(place, "w") as file:
