@@ -253,7 +253,7 @@ def test_the_component_and_what_is_refused(jobs: list[torchx_monarch.SPMDJob], t
         job.run_spmd(["sh", "-c", "true"], output="none")
     for options, why in (
         ("--timeout -1", "timeout=-1.0: give a number of seconds above 0, or None for no limit"),
-        ("--nproc 0", "nproc='0': give a number above 0, or one of auto, gpu, cpu, xpu"),
+        ("--nproc 0", "nproc='0': give a number from 1 to 65536, or one of auto, gpu, cpu, xpu"),
         ("--cwd there", "cwd of the run, 'there', is no absolute path"),
         ("--cwd /a --workspace /b", "give cwd='/a', a folder that the hosts have, or workspace='/b', not both"),
     ):

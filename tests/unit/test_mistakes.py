@@ -58,7 +58,7 @@ def torchx(
         (f"{RUN} -m package.trainr", "there is no module trainr.py in {folder}/package. Did you mean trainer.py?"),
         (f"{RUN} data", "{folder}/data is a folder without a __main__.py. Give a file in it."),
         (f"{RUN} --nprocs 4 train.py", "Did you mean --nproc?"),
-        (f"{RUN} --nproc four train.py", "--nproc four: use a number above 0, or one of auto, gpu, cpu, xpu"),
+        (f"{RUN} --nproc four train.py", "--nproc four: use a number from 1 to 65536, or one of auto, gpu, cpu, xpu"),
         (f"{RUN} --env A=1 --env B=2 train.py", "--env is given twice. Give all pairs at once, as in --env A=1,B=2."),
         (f"{RUN} --wait train.py", "--wait is an option of `torchx run`: type it before monarch.spmd"),
         (

@@ -115,7 +115,8 @@ def test_arguments_replace_single_options(method: str, asked: dict[str, Any], tm
         ({"timeout": "5"}, ValueError, "timeout='5': give a number of seconds above 0, or None for no limit"),
         ({"timeout": float("inf")}, ValueError, "timeout=inf: give a number of seconds above 0, or None for no limit"),
         ({"timeout": True}, ValueError, "timeout=True: give a number of seconds above 0, or None for no limit"),
-        ({"nproc": 0}, ValueError, "nproc=0: give a number above 0, or one of auto, gpu, cpu, xpu"),
+        ({"nproc": 0}, ValueError, "nproc=0: give a number from 1 to 65536, or one of auto, gpu, cpu, xpu"),
+        ({"nproc": 65537}, ValueError, "nproc=65537: give a number from 1 to 65536"),
         ({"nprocs": 2}, TypeError, "nprocs"),
     ],
 )

@@ -14,7 +14,7 @@ from typing import Literal, TypedDict, get_args
 
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.workspace_sync import SyncMode, check_when, sync_workspace
-from torchx_monarch.command.command import PROCESS_COUNTS, is_command, is_process_count
+from torchx_monarch.command.command import PROCESS_COUNT, is_command, is_process_count
 from torchx_monarch.function import Encoding
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.model.spelling import did_you_mean
@@ -90,7 +90,7 @@ class RunOptions:
             raise ValueError(f"results={self.results!r} is none of {', '.join(get_args(Encoding))}")
         check_env(self.env)
         if self.nproc is not None and not is_process_count(str(self.nproc)):
-            raise ValueError(f"nproc={self.nproc!r}: give a number above 0, or one of {', '.join(PROCESS_COUNTS)}")
+            raise ValueError(f"nproc={self.nproc!r}: give {PROCESS_COUNT}")
         if self.timeout is not None:
             is_number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
             if not is_number or not 0 < self.timeout < math.inf:

@@ -13,7 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from torchx_monarch.command.command import ACTORS_MODULE, Command, CommandError, check, is_process_count, parse
+from torchx_monarch.command.command import (
+    ACTORS_MODULE,
+    PROCESS_COUNT,
+    Command,
+    CommandError,
+    check,
+    is_process_count,
+    parse,
+)
 from torchx_monarch.command.torchrun_options import HelpRequested
 
 IDLE_TIMEOUT = 1800.0
@@ -59,7 +67,7 @@ class AllocationSpec:
             if not 0 <= options.idle_timeout < float("inf"):
                 raise CommandError(f"--idle-timeout {options.idle_timeout:g}: give seconds, or 0 for never")
             if options.nproc not in ("", "0") and not is_process_count(options.nproc):
-                raise CommandError(f"--nproc {options.nproc}: use a number, or one of auto, gpu, cpu, xpu")
+                raise CommandError(f"--nproc {options.nproc}: use {PROCESS_COUNT}; or 0")
         except CommandError as error:
             raise CommandError(f"torchx_monarch.hosts: {error}") from None
         words = tuple(args[end + 1 :])

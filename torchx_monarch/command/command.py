@@ -38,8 +38,10 @@ HOSTS_MODULE = "torchx_monarch.hosts"
 """The module of the command of an allocation (``command.allocation_spec``)."""
 
 _TORCHRUN_MODULES = ("torch.distributed.run", "torchrun")
-PROCESS_COUNTS = ("auto", "gpu", "cpu", "xpu")
-"""Values of ``--nproc-per-node`` that are not numbers."""
+_PROCESS_COUNTS = ("auto", "gpu", "cpu", "xpu")
+_MAX_PROCESSES = 1 << 16
+PROCESS_COUNT = f"a number from 1 to {_MAX_PROCESSES}, or one of {', '.join(_PROCESS_COUNTS)}"
+"""What ``--nproc-per-node`` can be: more ranks than that no host can start."""
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _PYTHON_FLAGS = frozenset("bBdEIOPqRsStuvx")
@@ -260,14 +262,14 @@ def _contradiction(options: TorchrunOptions, replicas: int, is_run: bool) -> str
     if "nproc_per_node" not in options.unexpanded and not is_process_count(options.nproc_per_node):
         return (
             f"torchrun option --nproc-per-node={options.nproc_per_node} is not a number of processes. "
-            f"Use a number above 0, or one of {', '.join(PROCESS_COUNTS)}."
+            f"Use {PROCESS_COUNT}."
         )
     return None
 
 
 def is_process_count(text: str) -> bool:
-    """Whether a string is a value of ``--nproc-per-node``: a number above 0, or one of ``PROCESS_COUNTS``."""
+    """Whether a string is a value of ``--nproc-per-node``, ``PROCESS_COUNT``."""
     try:
-        return int(text) > 0
+        return 0 < int(text) <= _MAX_PROCESSES
     except ValueError:
-        return text in PROCESS_COUNTS
+        return text in _PROCESS_COUNTS

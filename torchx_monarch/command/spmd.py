@@ -24,7 +24,7 @@ from torchx.components.structured_arg import StructuredJArgument, StructuredName
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.command.allocations import check_mesh_name
-from torchx_monarch.command.command import PROCESS_COUNTS, CommandError, Program, is_process_count, parse
+from torchx_monarch.command.command import PROCESS_COUNT, CommandError, Program, is_process_count, parse
 from torchx_monarch.command.component_arguments import options_among, unprotected
 from torchx_monarch.command.rank_command import launcher
 from torchx_monarch.command.torchrun_options import node_range
@@ -161,8 +161,8 @@ class Shape:
         shape = cls._from_j(j or "1x2", h)
         shape = cls(nnodes or shape.nnodes, nproc or shape.nproc, shape.spares)
         if not is_process_count(shape.nproc):
-            _refuse(f"--nproc {shape.nproc}: use a number above 0, or one of {', '.join(PROCESS_COUNTS)}.")
-        with _refused(f"--nnodes {shape.nnodes}", "."):
+            _refuse(f"{f'--nproc {nproc}' if nproc else f'-j {j}, processes'}: use {PROCESS_COUNT}.")
+        with _refused(f"--nnodes {nnodes}" if nnodes else f"-j {j}", "."):
             node_range(shape.nnodes)
         return shape
 
@@ -268,7 +268,10 @@ def mounts(options: Sequence[str] | None) -> list[specs.BindMount | specs.Volume
     parsed: list[specs.BindMount | specs.VolumeMount | specs.DeviceMount]
     after = ". Use type=bind|volume|device,src=SOURCE,dst=TARGET[,readonly]."
     with _refused(f"--mounts {','.join(options or ())}", after):
-        parsed = specs.parse_mounts(list(options or ()))
+        try:
+            parsed = specs.parse_mounts(list(options or ()))
+        except KeyError as error:
+            raise ValueError(f"{error.args[0]} is missing") from None
     return parsed
 
 
