@@ -10,7 +10,7 @@ from torchx_monarch.cli.arguments import HELP, resolve
 from torchx_monarch.cli.explain import mask, submitted_differences
 from torchx_monarch.cli.jobs import JobFacts, opened_job
 from torchx_monarch.cli.output import print_json, write_output
-from torchx_monarch.cli.status import facts, headline
+from torchx_monarch.cli.status import facts_by_title, headline
 from torchx_monarch.insight.metrics import Point, sparklines
 from torchx_monarch.insight.report_page import CURVE_SIZE, curves, templates
 from torchx_monarch.system.untrusted_text import one_line
@@ -77,11 +77,8 @@ def differences(one: JobFacts, other: JobFacts) -> Iterator[Difference]:
     """Yield in what two jobs differ, with the texts of both: how they went, where, and what was submitted."""
     texts: list[Mapping[str, str]] = []
     for job in (one, other):
-        stated: dict[str, str] = {}
-        for title, text in facts(job.status, on_page=True):
-            stated[title] = f"{stated[title]}; {text}" if title in stated else text
         machines = dict.fromkeys(replica.host for replica in job.status.replicas or () if replica.host)
-        texts.append({**stated, "machines": ", ".join(machines)})
+        texts.append({**facts_by_title(job.status, on_page=True), "machines": ", ".join(machines)})
     for title in (*_COMPARED, "machines"):
         first, second = (stated.get(title, "") for stated in texts)
         if first != second:

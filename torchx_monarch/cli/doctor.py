@@ -73,9 +73,7 @@ def _check_scheduler(name: str, cfg: str) -> Iterator[CheckResult]:
         for path in config.find_configs():  # TorchX's ``apply`` logs each
             with open(path) as file:
                 config.load(name, file, values)
-        resolved = options.resolve(values)
-        scheduler.check_options(resolved)
-        yield from scheduler.checks(resolved)
+        yield from scheduler.checks(options.resolve(values))
 
 
 def run_groups(groups: Mapping[str, Callable[[], Iterable[T]]], timeout: float) -> dict[str, tuple[list[T], str]]:

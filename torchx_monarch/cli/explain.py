@@ -25,8 +25,7 @@ from torchx_monarch.cli.arguments import add_address, add_handle
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, JobReader, opened_job
 from torchx_monarch.cli.output import print_json
 from torchx_monarch.cli.report import read_stacks
-from torchx_monarch.cli.status import facts as status_facts
-from torchx_monarch.cli.status import state_and_time
+from torchx_monarch.cli.status import facts_by_title, state_and_time
 from torchx_monarch.client.rank_queries import ask_stacks
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.insight.stacks import render as render_stacks
@@ -108,10 +107,8 @@ def explain(job: JobReader, facts: JobFacts) -> Explanation:
     success = next((found for found in earlier if found[1].state == State.SUCCEEDED), None)
     alike = [found.handle for _, found in earlier if status.cause and _kind_of(found.cause) == _kind_of(status.cause)]
     output = printable(_output(job, facts))
-    shown: dict[str, str] = {}
-    for title, text in status_facts(status):
-        if title not in ("cause", "raised", "hang", "next"):
-            shown[title] = f"{shown[title]}; {text}" if title in shown else text
+    elsewhere = ("cause", "raised", "hang", "next")
+    shown = {title: text for title, text in facts_by_title(status).items() if title not in elsewhere}
     stacks, attempts = "\n".join(_stacks(job, facts)), "\n".join(_attempts(facts.timeline))
     differing = "\n".join(one_line(line, 500) for line in _differences(success[0], facts.app)) if success else ""
 

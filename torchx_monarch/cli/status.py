@@ -184,6 +184,14 @@ def facts(status: JobStatus, now: float | None = None, *, on_page: bool = False)
     return [(title, text) for title, text in found if text]
 
 
+def facts_by_title(status: JobStatus, *, on_page: bool = False) -> dict[str, str]:
+    """Return what ``facts`` does, with the texts of one title together."""
+    found: dict[str, str] = {}
+    for title, text in facts(status, on_page=on_page):
+        found[title] = f"{found[title]}; {text}" if title in found else text
+    return found
+
+
 def account_facts(account: Account | None) -> list[tuple[str, str]]:
     """Return what is known of the steps of a job, and of the time of its hosts, as titles and texts."""
     if account is None or account.goodput is None:

@@ -17,7 +17,7 @@ from torchx_monarch.client.hosts import START_TIMEOUT, AllocationStatus, Hosts, 
 from torchx_monarch.client.result import RunInfo, RunResult
 from torchx_monarch.client.run import Collector, Records, RunHandle, collect_with_interrupts
 from torchx_monarch.client.run_options import Output, RunOptions, RunOptionsDict, merge_options, run_request, send_code
-from torchx_monarch.client.workspace_sync import SyncMode, check_when
+from torchx_monarch.client.workspace_sync import SyncMode
 from torchx_monarch.exceptions import AllocationError, SPMDError, UnreachableError
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.model.state import State
@@ -85,7 +85,7 @@ class SPMDJob(AttachedJob):
         sync: SyncMode = "auto",
         start_timeout: float | None = START_TIMEOUT,
     ) -> None:
-        check_when(sync)
+        RunOptions(sync=sync)  # checks it
         super().__init__(start_timeout)
         self.handle = handle
         self.role = role

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict, get_args
 
 from torchx_monarch.client.hosts import Hosts
-from torchx_monarch.client.workspace_sync import SyncMode, check_when, sync_workspace
+from torchx_monarch.client.workspace_sync import SyncMode, sync_workspace
 from torchx_monarch.command.command import PROCESS_COUNT, is_command, is_process_count
 from torchx_monarch.function import Encoding
 from torchx_monarch.model.run_request import RunRequest
@@ -84,10 +84,9 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         check_output(self.output)
-        if self.sync is not None:
-            check_when(self.sync)
-        if self.results not in get_args(Encoding):
-            raise ValueError(f"results={self.results!r} is none of {', '.join(get_args(Encoding))}")
+        for name, value, allowed in (("sync", self.sync or "auto", SyncMode), ("results", self.results, Encoding)):
+            if value not in get_args(allowed):
+                raise ValueError(f"{name}={value!r} is none of {', '.join(get_args(allowed))}")
         check_env(self.env)
         if self.nproc is not None and not is_process_count(str(self.nproc)):
             raise ValueError(f"nproc={self.nproc!r}: give {PROCESS_COUNT}")

@@ -10,7 +10,7 @@ import contextlib
 import os
 import tempfile
 import uuid
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.code_sync.manifest import MARKER, Tree, is_home_or_root
@@ -47,12 +47,6 @@ def sync_workspace(target: Target, workspace: str, when: SyncMode) -> dict[str, 
         return {"code": scan_and_send(root, lambda tree: _send(target, root, tree))}
     except (ScanError, OSError) as error:
         raise CodeError(f"{error} (or run without bringing the code: sync='never')") from None
-
-
-def check_when(when: str) -> None:
-    """Raise a ValueError, which lists the values, if a string is no ``SyncMode``."""
-    if when not in get_args(SyncMode):
-        raise ValueError(f"sync={when!r} is none of {', '.join(get_args(SyncMode))}")
 
 
 def current_workspace() -> str | None:

@@ -137,13 +137,11 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         self.inner.check_options(options)
         return options
 
-    def check_options(self, cfg: Cfg) -> None:
-        """Check run options without an app, as for a submission."""
-        self._wrap_options(AppDef(""), self._options(cfg), cfg)
-
     def checks(self, cfg: Cfg) -> Iterable[CheckResult]:
-        """Check that apps can run in the place of the backend."""
-        return self.inner.checks(self.inner.options.from_cfg(cfg))
+        """Check run options, as for a submission, and that apps can run in the place of the backend."""
+        options = self._options(cfg)
+        self._wrap_options(AppDef(""), options, cfg)
+        return self.inner.checks(options)
 
     # -- submission ----------------------------------------------------------------------------------------------------
 
