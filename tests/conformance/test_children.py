@@ -117,7 +117,7 @@ def seed(worker):
 
 if __name__ == "__main__":
     seen = {}
-    for method in ("fork", "spawn", "forkserver"):
+    for method in ("fork", "spawn"):
         sampler = DistributedSampler(Numbers(), num_replicas=2, rank=int(os.environ["RANK"]), shuffle=False)
         loader = DataLoader(
             Numbers(), batch_size=2, num_workers=1, sampler=sampler, multiprocessing_context=method,

@@ -260,7 +260,7 @@ def test_script_that_uses_faulthandler(both: Launchers) -> None:
         signal.raise_signal(signal.SIGUSR1)
         faulthandler.dump_traceback_later(0.1, file=log)
         import time
-        time.sleep(0.3)
+        time.sleep(2)  # a busy machine lets the thread that writes wait
         ctypes.string_at(0)
     """
     theirs, ours = both.script(body, *LOGS, nproc=1, preload="")

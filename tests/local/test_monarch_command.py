@@ -23,9 +23,12 @@ PROGRAM = """
 import os, sys, time
 rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 for number in range(3):
-    time.sleep(0.25 + 0.05 * int(rank))
+    time.sleep(0.05 + 0.05 * int(rank))
     print("step", number, "of attempt", attempt, flush=True)
+open(f"steps_{rank}", "w").close()
 if rank == "1" and attempt == 0:
+    while not all(os.path.exists(f"steps_{other}") for other in range(4)):
+        time.sleep(0.01)
     raise ValueError("boom\\x1b[31m")
 while not os.path.exists("go on"):
     time.sleep(0.1)

@@ -22,6 +22,7 @@ from torchx_monarch.client.rank_queries import ask_events, ask_samples
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.host.ranks.rank_samples import take_samples
+from torchx_monarch.insight.group_calls import GroupCalls
 from torchx_monarch.insight.rank_sample import RankSample, RankSamples
 from torchx_monarch.insight.timeline import build
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
@@ -124,7 +125,14 @@ def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) 
         sample.last_output is not None and began < sample.last_output <= sample.time for sample in samples.values()
     )
     assert samples[0].last_line.startswith("loss \\x1b[31m0 xxx") and len(samples[0].last_line) == 200
-    calls = {rank: calls for calls in ask_samples(hosts.client)[0].calls for rank in calls.ranks}
+    calls: dict[int, GroupCalls] = {}
+
+    def are_known() -> bool:  # as above, a rank may answer too late
+        calls.clear()
+        calls.update((rank, found) for found in ask_samples(hosts.client)[0].calls for rank in found.ranks)
+        return {0, 3} <= calls.keys()
+
+    until(are_known, "the calls of ranks 0 and 3")
     assert calls[0].members == calls[3].members == "0-3" and calls[0].waiting == (6,) and not calls[3].waiting
     assert calls[0].enqueued == (6,) * len(calls[0].ranks) and calls[0].waited[0] > 0
     happened = ask_events(hosts.client.target, WITHIN)
