@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from torchx_monarch.command.command import Command, CommandError, Program, check, parse
@@ -121,6 +121,7 @@ ECHO = "import json, sys; print(json.dumps([sys.argv, bool(sys.flags.dont_write_
 FLAGS = ["-B", "-O", "-Wignore", "-W", "ignore", "-X", "dev", "-Xutf8", "-BO", "-OW", "-", "--", "-c", "-BX", "-m", "x"]
 
 
+@settings(max_examples=settings().max_examples // 2)  # each starts two interpreters
 @given(st.lists(st.sampled_from(FLAGS), max_size=3), st.sampled_from(["-c", "-Bc", "-c" + ECHO]))
 def test_python_flags_are_read_as_cpython_reads_them(flags: list[str], last: str) -> None:
     """Where we find our code to be the program of a command, CPython runs it, with those arguments and flags."""
