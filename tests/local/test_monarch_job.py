@@ -60,20 +60,18 @@ from torchx_monarch import MonarchJob
 
 job = MonarchJob({"trainers": int(sys.argv[1])}, idle_timeout=float(sys.argv[2]))
 mesh = job.state().trainers
-procs = mesh.spawn_procs()
-procs.initialized.get(timeout=240)
-{END}
+{THEN}
 print(json.dumps([job.handle, job.apply_id, mesh.sizes["hosts"]]), flush=True)
 """
 
 
 @pytest.mark.slow
 def test_the_cached_job_is_used_while_it_lives_and_is_what_is_asked_for(tmp_path: Path, runner: Runner) -> None:
-    stays = LATER.replace("{END}", "")
+    stays, uses = LATER.replace("{THEN}", ""), "mesh.spawn_procs().initialized.get(timeout=240)"
     first = program(tmp_path, stays, "1", "0")
-    assert program(tmp_path, stays, "1", "0") == first  # another process, and the same hosts
+    assert program(tmp_path, LATER.replace("{THEN}", uses), "1", "0") == first  # another process, and the same hosts
 
-    second = program(tmp_path, LATER.replace("{END}", "mesh.shutdown().get(timeout=240)"), "2", "0")
+    second = program(tmp_path, LATER.replace("{THEN}", "mesh.shutdown().get(timeout=240)"), "2", "0")
     assert second[0] != first[0] and second[2] == 2  # more is asked for
     assert runner.wait(first[0], wait_interval=0.1).state is AppState.CANCELLED  # and nobody needs the one before
     status = runner.wait(second[0], wait_interval=0.1)
