@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -64,8 +63,7 @@ def test_a_mistake(work: Path, words: str, said: str) -> None:
 
 
 def test_a_handle_that_is_nearly_right(work: Path) -> None:
-    submit = [sys.executable, "-m", "torchx.cli.main", "run", "-s", "monarch_local", "--wait", "utils.echo"]
-    right = subprocess.run(submit, cwd=work, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
+    right = run_torchx("run", "-s", "monarch_local", "--wait", "utils.echo", cwd=work, check=True).stdout.strip()
     said = answer(work, "status", f"{right.rpartition('/')[2][:-2]}ee", apps=1)  # no id has a vowel
     assert "similar ones:" in said and right in said
 
