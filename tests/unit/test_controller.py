@@ -241,7 +241,7 @@ def test_a_host_that_fails_again_stays_where_no_other_can_take_its_place(monkeyp
 @pytest.mark.parametrize("code", [-15, 0], ids=["killed by SIGTERM", "handles SIGTERM and exits with 0"])
 def test_a_signal_to_a_host_is_the_cause_even_if_the_exits_of_its_ranks_arrive_first(code: int) -> None:
     job = Job(FIXED, 0, [exits(0, 0), exits(1, code, stopped_at=1.0)])
-    job.report = PREEMPTED
+    job.report, job.report_timeout = PREEMPTED, WITHIN
     assert job.result() == PREEMPTED.result
 
 

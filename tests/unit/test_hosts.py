@@ -123,9 +123,9 @@ def test_a_host_that_does_not_answer_in_time_is_named_and_its_request_cancelled(
     async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
         for replica in replicas[:2]:
             replica.answer.set_result("")
-        answers, missing = await hosts.collect(SampleRanks(), 0.5)
+        answers, missing = await hosts.collect(SampleRanks(), 1.5)
         assert answers == {0: "", 1: ""}
-        assert missing == {2: "no answer within 0.5 s"}
+        assert missing == {2: "no answer within 1.5 s"}
         await until_async(lambda: replicas[2].cancelled == [SampleRanks()], "the cancellation")
 
     run(tmp_path, scenario)
@@ -163,8 +163,8 @@ def test_answers_are_shared_by_all_who_ask_within_a_second(tmp_path: Path, monke
 def test_a_request_to_all_hosts_has_a_time_out(tmp_path: Path) -> None:
     async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
         replicas[1].answer.set_result([])
-        with pytest.raises(HostError, match=r"^host 0, 2: no answer within 0\.5 s to WatchRanks$"):
-            await hosts.ask(WatchRanks(), 0.5)
+        with pytest.raises(HostError, match=r"^host 0, 2: no answer within 1\.5 s to WatchRanks$"):
+            await hosts.ask(WatchRanks(), 1.5)  # host 1 answers before, also on a busy machine
 
     run(tmp_path, scenario)
 
@@ -242,6 +242,7 @@ def test_no_request_reaches_the_replacement_of_a_lost_host_before_its_attempt(tm
             await hosts.broadcast(SampleRanks())
         rendezvous.members.form(rendezvous.members.able)
         await hosts.collect(SampleRanks(), 0.2)
+        await until_async(lambda: replacement.asked, "the request")
         assert replacement.asked == [SampleRanks()]
         replacement.client._channel.close()
         await following
