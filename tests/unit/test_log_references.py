@@ -130,6 +130,27 @@ def test_a_log_with_references_reads_as_one_without(
         assert "".join(rest) == "".join(later.text.removeprefix("[continued] ") for later in lines[number + 1 :])
 
 
+def test_what_a_full_disk_has_lost_stands_in_the_log_and_changes_no_line_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = RankLog._write
+
+    def write_or_lose(log: RankLog, data: bytes) -> None:
+        descriptor = log._fd
+        if data == b"b\n":
+            log._fd = os.open("/dev/full", os.O_WRONLY)
+        write(log, data)
+        if data == b"b\n":
+            os.close(log._fd)
+            log._fd = descriptor
+
+    monkeypatch.setattr(RankLog, "_write", write_or_lose)
+    replica = Replica(tmp_path)
+    replica.run([(0, "stdout", line) for line in (b"a", b"b\n", b"c\n")])
+    assert replica.texts() == ["[r0]:ab\n", "[r0]:c\n"]
+    assert replica.run_texts == "".join(replica.texts())
+
+
 def test_each_byte_is_kept_once(tmp_path: Path) -> None:
     printed = [
         (rank, "stdout", f"rank {rank} is at step {step}\n".encode() * 400) for step in range(40) for rank in (0, 1)

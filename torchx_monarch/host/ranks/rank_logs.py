@@ -97,7 +97,8 @@ class RankLog:
         self._fd = safe_files.open_log(path)
         self._begin = self._used = os.fstat(self._fd).st_size
         self._part, self._part_size = 0, space.limit // PARTS
-        self._written = self._lost = self._lost_until = self._passed = 0
+        self._written = self._lost = self._passed = 0
+        self._lost_until = -1
 
     def write(self, data: bytes) -> None:
         self.writer.call(self._write, data, size=len(data))
@@ -105,14 +106,16 @@ class RankLog:
     def pass_on(self, text: bytes, prefix: bytes, goes_on: bool) -> None:
         """Write a reference to the next bytes of the log to the console; without any, that its last line has ended.
 
-        What has been lost here is written itself, as ``log_references.prefixed`` returns it.
+        What has been lost, and what follows it, is written itself, as ``log_references.prefixed`` returns it.
         """
         assert self.console is not None
         start, self._passed = self._passed, self._passed + len(text)
 
         def line() -> bytes:
             at = self._begin + start - self._lost
-            reference = b"" if start < self._lost_until else LogReference(self._name, at, len(text), prefix).line()
+            # Of what follows, a reader would see by the byte before it whether it begins a line.
+            is_lost = start < self._lost_until or (start == self._lost_until and text)
+            reference = b"" if is_lost else LogReference(self._name, at, len(text), prefix).line()
             shown = reference or prefixed(text or b"\n", prefix, goes_on)
             if self.copy is not None:
                 self._space.call(self.copy.refer, reference, shown)
