@@ -144,13 +144,14 @@ def test_a_replaced_replica_changes_nothing_for_the_others(folder: Path) -> None
     assert hosts.starts()[2] == first[2]
 
 
-def test_a_replica_that_is_not_replaced_ends_all(folder: Path) -> None:
-    text = "told go; test $replica = 1 && exit 4; told never"
-    hosts = Commands(folder, text, 2, "--replacements", "1", environ={"MONARCH_RESTART": "1"})
+@pytest.mark.parametrize(("code", "restarts"), [(4, "1"), (os.EX_CONFIG, "0")], ids=["no retry is left", "no retry"])
+def test_a_replica_that_is_not_replaced_ends_all(folder: Path, code: int, restarts: str) -> None:
+    text = f"told go; test $replica = 1 && exit {code}; told never"
+    hosts = Commands(folder, text, 2, "--replacements", "1", environ={"MONARCH_RESTART": restarts})
     hosts.start()
     hosts.until_registered()
     hosts.tell("go")
-    assert hosts.wait() == [4, 4]
+    assert hosts.wait() == [code, code]
 
 
 def test_a_role_does_without_some_replicas(folder: Path) -> None:

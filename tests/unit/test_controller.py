@@ -251,8 +251,13 @@ def test_ranks_that_a_host_has_stopped_without_a_report_have_not_succeeded() -> 
     assert result.reason.startswith("host 1 has stopped its ranks and not reported why: rank 1 (")
 
 
-def test_a_command_that_its_host_cannot_start_fails_the_role(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(FIXED, 0)
+@pytest.mark.parametrize("others", [[], [LOST]], ids=["alone", "while another host is lost"])
+def test_a_command_that_its_host_cannot_start_fails_the_role(
+    others: list[HostEvent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(FIXED, len(others))
+    for event in others:
+        job.post(event)
     monkeypatch.setattr(job, "ask_host", AsyncMock(side_effect=HostRefused("host 0 (node0)", "too many open files")))
     result = asyncio.run(asyncio.wait_for(CommandController(job).run(), WITHIN))
     assert (result.code, result.reason) == (1, "host 0 (node0): too many open files")

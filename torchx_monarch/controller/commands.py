@@ -19,6 +19,7 @@ from torchx_monarch.controller.host_messages import HostError, HostRefused, Laun
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.members import Attempt, Member
 from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.model.host_result import why_no_other_start
 from torchx_monarch.model.job_result import EARLY_FAILURES_WITHIN, JobResult, RankExit, describe_others, shell_code
 from torchx_monarch.model.world import HostRange, World
 
@@ -136,7 +137,8 @@ class CommandController:
             self._members.notify()
         except HostRefused as refusal:
             failed = CommandFailed(replica, JobResult(refusal.code, str(refusal), replica=replica))
-            if await self._events.report_within(self._hosts.report_timeout, failed) is failed:
+            await self._events.report_within(self._hosts.report_timeout, failed)
+            if all(event.replica != replica for event in self._events.pending):  # else its host has reported why
                 self._events.post(failed)
         except HostError:
             pass
@@ -160,14 +162,14 @@ class CommandController:
             self._events.remove(event)  # its host has left since
             return None
         leaves = isinstance(event, (HostLost, HostPreempted, CommandFailed))
-        if leaves and self._goes_on_without(event.replica):
+        if leaves and self._goes_on_without(event):
             self._events.remove(event)
             self._reporter.line(f"{event.result.reason}; the other commands go on")
             self._forget(event.replica)
             self._hosts.rendezvous.dismiss(event.replica, event.result)
             return None
         result = event.result
-        self.ends_role = not (leaves and event.replica == 0 and self._is_replaced(0))
+        self.ends_role = not (leaves and event.replica == 0 and self._is_replaced(event))
         if not isinstance(event, CommandFailed):
             self._hosts.settle(event)
         elif self.ends_role:
@@ -191,14 +193,14 @@ class CommandController:
             self._reporter.line(f"also: {line}")
         return failure
 
-    def _goes_on_without(self, replica: int) -> bool:
+    def _goes_on_without(self, event: HostEvent) -> bool:
         """Return whether the others go on without a replica, which its backend replaces, or the role does not need."""
         spec = self._spec
-        if replica == 0:
+        if event.replica == 0:
             return False
-        if self._is_replaced(replica):
+        if self._is_replaced(event):
             return True
-        member = self._members.get(replica)
+        member = self._members.get(event.replica)
         if not spec.min_replicas or member is None:
             return False
         if not member.is_spared:
@@ -208,7 +210,8 @@ class CommandController:
             self._spared += 1
         return True
 
-    def _is_replaced(self, replica: int) -> bool:
+    def _is_replaced(self, event: HostEvent) -> bool:
         """Return whether the backend replaces a replica that leaves now, while the others go on."""
-        member = self._attempt.hosts.get(replica)
-        return (member.host.restarts if member is not None else 0) < self._spec.replacements
+        member = self._attempt.hosts.get(event.replica)
+        has_retries = (member.host.restarts if member is not None else 0) < self._spec.replacements
+        return has_retries and not why_no_other_start(event.result, self._spec.retry_on)
