@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import dataclasses
+import functools
 import signal
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,6 @@ class Workload(abc.ABC):
         self.command: Command | None = None
         self.pool: ProcessPool | None = None
         self._host = host
-        self._loops: WorkerLoops | None = None
         self._has_printed = False
 
     @abc.abstractmethod
@@ -218,13 +218,13 @@ class Workload(abc.ABC):
             case host_messages.SampleRanks():
                 return (await pool.samples()).to_text()
             case host_messages.RunWorkerLoop():
-                return await self._worker_loops().run(request.token)
+                return await self._worker_loops.run(request.token)
             case host_messages.GetWorkerLoop():
-                return await self._worker_loops().get(request.token)
+                return await self._worker_loops.get(request.token)
         raise ValueError(f"no request of this job: {type(request).__name__}")
 
+    @functools.cached_property
     def _worker_loops(self) -> WorkerLoops:
         from torchx_monarch.host.worker_loops import WorkerLoops
 
-        self._loops = self._loops or WorkerLoops(self._host)
-        return self._loops
+        return WorkerLoops(self._host)

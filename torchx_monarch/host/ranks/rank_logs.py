@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from string import Template
@@ -220,7 +219,7 @@ class RankLogs:
             directory = Path(self.log_dir, f"attempt_{attempt}", str(rank))
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         shown = options.local_ranks_filter is None or local_rank in options.local_ranks_filter
-        names = {"role_name": options.role, "rank": rank, "local_rank": local_rank, "hostname": socket.gethostname()}
+        names = {"role_name": options.role, "rank": rank, "local_rank": local_rank, "hostname": self.hostname}
         template = self.run.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", TEMPLATE)
         template = options.log_line_prefix_template or template
         prefix = Template(template).safe_substitute(names)

@@ -114,29 +114,28 @@ class _Taker:
     """Take the stacks of one rank's processes, one after the other: they write to the same file."""
 
     def __init__(self, rank: Rank, replica: int, until: float, limit: int) -> None:
-        self._rank = rank.rank
+        self._rank = rank
         self._replica = replica
-        self._pid = rank.pid
-        self._file, self._lock = rank.stacks, rank.stacks_lock
+        self._file = rank.stacks
         self._until = until
         self._limit = limit
 
     async def take(self, marker: str) -> list[ProcessStacks]:
         try:
-            await asyncio.wait_for(self._lock.acquire(), self._until - time.monotonic())
+            await asyncio.wait_for(self._rank.stacks_lock.acquire(), self._until - time.monotonic())
         except asyncio.TimeoutError:
-            return [self._result(self._pid, "", problem="another request for its stacks has not ended")]
+            return [self._result(self._rank.pid, "", problem="another request for its stacks has not ended")]
         try:
-            found = [await self._described(self._pid, "")]
-            for pid in processes.descendants(self._pid, marker)[:_MAX_CHILDREN]:
+            found = [await self._described(self._rank.pid, "")]
+            for pid in processes.descendants(self._rank.pid, marker)[:_MAX_CHILDREN]:
                 if (status := process_status.status(pid)) is not None:
                     found.append(await self._described(pid, one_line(status.name) or "?"))
         finally:
-            self._lock.release()
+            self._rank.stacks_lock.release()
         return [stacks for stacks in found if stacks is not None]
 
     def _result(self, pid: int, child: str, threads: tuple[ThreadStack, ...] = (), problem: str = "") -> ProcessStacks:
-        return ProcessStacks(self._rank, self._replica, pid, child, threads, problem)
+        return ProcessStacks(self._rank.rank, self._replica, pid, child, threads, problem)
 
     async def _described(self, pid: int, child: str) -> ProcessStacks | None:
         """Take the stacks of one process, and before that what its main thread does in the kernel."""
