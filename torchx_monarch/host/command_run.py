@@ -12,6 +12,7 @@ from torchx_monarch.controller import host_messages
 from torchx_monarch.controller.commands import CommandController
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_network import RendezvousError
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.host.command_process import StartedCommand, command_environ, start_command
@@ -101,7 +102,7 @@ class CommandRun(Workload):
         return NodeRange(options.min_replicas or options.replicas, options.replicas, options.host_timeout)
 
     def controller(self, rendezvous: Rendezvous) -> CommandController:
-        hosts = self._job_hosts(rendezvous)
+        hosts = JobHosts(rendezvous, self.sizes, self._host.reporter, self.handle)
         self._serve_clients(hosts)
         return CommandController(hosts)
 

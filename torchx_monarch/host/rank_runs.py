@@ -139,7 +139,7 @@ class RankRuns(Workload):
         await RankRelay(self._host).start()
 
     def controller(self, rendezvous: Rendezvous) -> Controller:
-        hosts = self._job_hosts(rendezvous)
+        hosts = JobHosts(rendezvous, self.sizes, self._host.reporter, self.handle)
         self._activity = asyncio.ensure_future(ActivityRecord(hosts, self._attempt_folder).run())
         hang_watch = HangWatch(hosts)
         rendezvous.network.handlers.update(DebugSessions(hosts, hang_watch.rest).handlers)

@@ -87,10 +87,6 @@ class Workload(abc.ABC):
     def controller(self, rendezvous: Rendezvous) -> Controller | CommandController:
         """Return the controller of the job on replica 0, and serve its clients."""
 
-    def _job_hosts(self, rendezvous: Rendezvous) -> JobHosts:
-        """Return the hosts of the controller's job."""
-        return JobHosts(rendezvous, self.sizes, self._host.reporter, self.handle)
-
     def _serve_clients(self, hosts: JobHosts, queue: RunQueue | None = None) -> None:
         """Serve clients that ask what runs, and Monarch clients."""
 
