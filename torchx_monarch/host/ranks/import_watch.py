@@ -13,7 +13,6 @@ executed. ``sys.addaudithook`` would see more, but stays: ``id`` then takes ten 
 
 from __future__ import annotations
 
-import array
 import base64
 import builtins
 import contextlib
@@ -35,27 +34,26 @@ import threading
 import time
 import types
 import uuid
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from importlib.machinery import FileFinder
 from os import listdir, stat  # these two are replaced
 from stat import S_ISDIR
 from typing import Any
 
-_OF_A_RANK = frozenset(
-    (
-        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"),
-        *("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-        *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "GLOO_SOCKET_IFNAME"),
-    )
-)
+_OF_A_RANK = """
+RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE
+MASTER_ADDR MASTER_PORT TORCH_NCCL_ASYNC_ERROR_HANDLING GLOO_SOCKET_IFNAME
+"""
 """Variables that the zygote lacks, beside TORCHELASTIC_*."""
 
 _OF_A_PROCESS = re.compile(r"/proc/(self|thread-self|\d+)/(?!(maps|cgroup|mountinfo|mounts)$)|/dev/(?!(null|zero)$)")
 """Files that differ between processes and attempts. Those left out are the same for all ranks of a host."""
 
 _EFFECTS: tuple[tuple[Any, str, str], ...] = (
-    *((os, name, "starts a process") for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")),
+    (os, "fork", "starts a process"),
+    (os, "forkpty", "starts a process"),
+    (os, "posix_spawn", "starts a process"),
+    (os, "posix_spawnp", "starts a process"),
+    (os, "system", "starts a process"),
     (subprocess.Popen, "__init__", "starts a process"),
     (socket.socket, "connect", "opens a connection"),
     (socket.socket, "connect_ex", "opens a connection"),
@@ -65,56 +63,70 @@ _EFFECTS: tuple[tuple[Any, str, str], ...] = (
     (signal, "setitimer", "sets a timer"),
     (os, "chdir", "changes the working folder"),
     (tempfile, "_get_candidate_names", "makes a temporary file"),  # which the first rank that ends may remove for all
+)
+"""Functions whose effects a fork does not get."""
+
+_QUESTIONS: tuple[tuple[Any, str, str], ...] = (
+    (socket.socket, "bind", "binds a port"),
+    (os, "getsid", "asks for its session"),
+    (os, "getpgid", "asks for its process group"),
+    (os, "getpgrp", "asks for its process group"),
     (random, "random", "draws a random number"),
     (random, "getrandbits", "draws a random number"),
+    (vars(random)["_inst"], "random", "draws a random number"),
+    (vars(random)["_inst"], "getrandbits", "draws a random number"),
 )
-"""Functions whose results cannot be compared, or whose effects a fork does not get."""
+"""Functions whose results are not the same in two processes."""
 
 _HARMLESS = {
     ("ctypes.util", "starts a process"),  # which lists the libraries of this machine
     ("platform", "starts a process"),  # uname
     ("rich.style", "draws a random number"),  # the number of the first link in a terminal
-    ("joblib._multiprocessing_helpers", "asks for the process id"),  # the name of a semaphore that it closes at once
-    ("psutil._pslinux", "asks for the process id"),  # whether /proc has some files
     ("numpy.testing._private.utils", "asks for the process id"),  # processor time of numpy's own tests
-    ("multiprocessing.heap", "asks for the process id"),  # these five notice that they are in another process
-    ("tempfile", "asks for the process id"),
-    ("filelock._api", "asks for the process id"),
-    ("filelock._read_write", "asks for the process id"),
-    ("fsspec.spec", "asks for the process id"),
+    ("multiprocessing.heap", "asks for the process id"),  # it notices that it is in another process
+    ("tempfile", "asks for the process id"),  # the same
     ("multiprocessing.process", "draws random bytes"),  # the key of a process, which each rank draws anew
     ("multiprocess.process", "draws random bytes"),
     ("numpy.random._pickle", "draws random bytes"),  # these three seed generators, which each rank seeds anew
     ("scipy.stats._distribution_infrastructure", "draws random bytes"),
     ("sklearn.ensemble._hist_gradient_boosting.grower", "draws random bytes"),
     ("transformers.utils.hub", "draws random bytes"),  # SESSION_ID, which each rank draws anew
-    ("torch.distributed._composable.contract", "draws random bytes"),  # names of attributes
-    ("numpy.f2py.rules", "reads the time"),  # a comment in what f2py writes
     ("dateutil.parser._parser", "reads the time"),  # the century
     ("ray._private.worker", "reads the time"),  # t0, which each rank reads anew
+    ("lightning.__about__", "reads the time"),  # these two have the year
+    ("lightning_utilities.__about__", "reads the time"),
     ("logging", "reads the time"),  # the time at which it was imported, which each rank reads anew
     ("urllib3.util.connection", "binds a port"),  # whether this machine has IPv6
 }
 """Modules, and what ranks may share of their import."""
 
+_SHARED = {
+    "filelock",  # it notices that it is in another process
+    "fsspec",  # the same
+    "networkx",  # variables that begin with its name
+    "numba",  # these two, the same
+    "tqdm",
+    "joblib._multiprocessing_helpers",  # the name of a semaphore that it closes at once
+    "numpy.f2py.rules",  # the time, in a comment of what f2py writes
+    "psutil",  # processor time of this machine
+    "sympy.core.symbol",  # a random number, in symbols that are unlike those of another process
+    "torch.distributed._composable.contract",  # names of attributes
+}
+"""Packages and modules of which ranks may share all values."""
+
 _STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen")
 """Beginnings of the files of Python's own modules."""
-
-_CACHED = type(functools.lru_cache(len))
-
-_SIMPLE = (int, str, bytes, uuid.UUID, type(None))
 
 _AHEAD = 1_000_003.7
 """Seconds by which the clocks are ahead in the process that an import is compared with: other in all but the year."""
 
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
-Caller = tuple[str, str, types.CodeType]
-"""The name of a module, that with a line, and the code."""
+_SPELLED = (bytes, str, int, uuid.UUID)
+"""Types of what modules make of random bytes."""
 
 
-class MustNotBeShared(BaseException):
-    """Raised in a statement that ranks must execute themselves; the message says why."""
+class _MustNotBeShared(BaseException):
+    """Raised in a statement that ranks must execute themselves."""
 
 
 class _ProcessId(int):
@@ -133,10 +145,11 @@ class ImportWatch:
         program: path of the program, which may be edited without effect on what it imports first.
         installed: folders of packages, whose times say what is installed.
         reads_variables: modules that may read variables of a rank.
-        is_renewed: says whether an object is a random generator that is seeded anew in each fork.
+        values: the class ``ImportedValues``, but for its first argument.
 
     Attributes:
         places: the module and line that has started a thread or opened a file or socket, by their names.
+        stopped: why the last statement has been stopped; empty if it has not.
     """
 
     def __init__(
@@ -144,32 +157,33 @@ class ImportWatch:
         program: str,
         installed: tuple[str, ...],
         reads_variables: Collection[str],
-        is_renewed: Callable[[object], bool],
+        values: Callable[[list[Any], list[Any], Collection[str]], Any],
     ) -> None:
         self.places: dict[str, str] = {}
+        self.stopped = ""
         self._program = program
         self._installed = installed
         self._reads_variables = reads_variables
-        self._is_renewed = is_renewed
-        self._problem = ""
+        self._values = values
         self._stamps: dict[tuple[str, str], object] = {}
-        self._ahead = 0.0
+        self._is_compared = False
         self._asked: list[str] = []
-        self._given: list[tuple[Any, Callable[[], Any], Collection[str]]] = []
-        self._objects: list[Any] = []
-        self._kept: list[tuple[dict[str, Any], str, Any, Callable[[Any], Any]]] = []
+        self._given: list[tuple[Any, Callable[[], Any]]] = []
+        self._made: list[Any] = []
+        self._kept: list[tuple[dict[str, Any], str, Any, Callable[[], Any]]] = []
         self._originals: dict[int, Any] = {}
         self._is_active = False
-        self._collects = True  # the zygote's own garbage collector is off
 
     # -- what is watched -----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def replaced_functions(self) -> Iterator[None]:
-        """Replace the functions that are watched, in the body of a ``with`` statement."""
+    def replaced_functions(self) -> Iterator[contextlib.ExitStack]:
+        """Replace the functions that are watched, in the body of a ``with`` statement; give what restores them."""
         with contextlib.ExitStack() as stack:
             for owner, name, what in _EFFECTS:
                 self._replace(stack, owner, name, functools.partial(self._see_effect, what))
+            for owner, name, what in _QUESTIONS:
+                self._replace(stack, owner, name, functools.partial(self._see_question, what))
             # Python 3.10's paths keep functions of their own, which are those of the import of pathlib.
             of_paths = [vars(pathlib)["_normal_accessor"]] if sys.version_info < (3, 11) else []
             for owner in (builtins, io, os, *of_paths):
@@ -186,76 +200,78 @@ class ImportWatch:
                 self._replace(stack, time, name, self._see_moment)
             for name in ("now", "utcnow"):
                 stack.callback(_set_of_datetime, name, vars(datetime.datetime)[name])
-                _set_of_datetime(name, classmethod(functools.partial(self._see_now, vars(datetime.datetime)[name])))
-            self._replace(stack, socket.socket, "bind", self._see_bind)
+                _set_of_datetime(name, classmethod(functools.partial(self._see_time, vars(datetime.datetime)[name])))
             made = ((os, "urandom"), (os, "getrandom"), (random, "_urandom"), (uuid, "uuid1"), (uuid, "uuid4"))
             for owner, name in made:
                 self._replace(stack, owner, name, self._see_random)
-            self._replace(stack, gc, "enable", lambda _: vars(self).update(_collects=True))
-            self._replace(stack, gc, "disable", lambda _: vars(self).update(_collects=False))
-            self._replace(stack, gc, "isenabled", lambda _: self._collects)
             self._replace(stack, threading.Thread, "start", self._see_thread)
             self._replace(stack, socket.socket, "__init__", self._see_socket)
-            generator, watch = vars(random)["_inst"], self
-
-            class Generator(random.Random):
-                def random(self) -> float:
-                    return float(watch._see_draw(super().random))
-
-                def getrandbits(self, count: int) -> int:
-                    return int(watch._see_draw(super().getrandbits, count))
+            stack.callback(setattr, sys, "argv", vars(sys).pop("argv"))  # another run may have other arguments
+            stack.callback(delattr, sys, "__getattr__")
+            vars(sys)["__getattr__"] = self._see_attribute
+            watch = self
 
             class Environ(os.environ.__class__):  # type: ignore[name-defined, misc]
                 def __getitem__(self, name: Any) -> Any:
-                    text = os.fsdecode(name)
-                    if text in _OF_A_RANK or text.startswith("TORCHELASTIC_"):
-                        watch._see_variable(text)
+                    watch._see_variable(os.fsdecode(name))
                     return super().__getitem__(name)
 
                 def __iter__(self) -> Iterator[Any]:
-                    watch._see_variable("all variables")
+                    if watch._is_active:
+                        watch._ask("reads all variables")
                     return iter(super().__iter__())
 
-            for value, watched in ((generator, Generator), (os.environ, Environ), (os.environb, Environ)):
-                stack.callback(setattr, value, "__class__", value.__class__)
-                value.__class__ = watched
-            yield
+            for environ in (os.environ, os.environb):
+                stack.callback(setattr, environ, "__class__", environ.__class__)
+                environ.__class__ = Environ
+            yield stack
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the body of a ``with`` statement."""
-        self._is_active, self._problem, self._given, self._asked = True, "", [], []
+        self._is_active, self.stopped, self._given, self._asked = True, "", [], []
         gc.freeze()
         try:
             yield
         finally:
             self._is_active = False
-            self._objects = gc.get_objects() if self._asked else []  # what has been made since
+            if self._asked:
+                sys.path_importer_cache.clear()  # Python writes bytecode into the folders that the first process lists
+                self._made = gc.get_objects()  # since they were frozen
 
     def stop(self, what: str) -> None:
         """Stop the statement, which must not be shared."""
-        self._problem = self._problem or what
-        raise MustNotBeShared(what)
+        self.stopped = self.stopped or what
+        raise _MustNotBeShared(what)
 
     def _replace(self, stack: contextlib.ExitStack, owner: Any, name: str, see: Callable[..., Any]) -> None:
         original, is_own = getattr(owner, name), name in vars(owner)
+        # A built-in function is no method of a class that has it as an attribute, nor is a method that is bound.
+        first = 0 if hasattr(original, "__get__") else 1
 
         @functools.wraps(original)
         def watched(*args: Any, **options: Any) -> Any:
-            return see(original, *args, **options) if self._is_active else original(*args, **options)
+            call = functools.partial(see, original) if self._is_active else original
+            return call(*args[first:], **options)
 
-        self._originals[id(watched)] = original
-        setattr(owner, name, watched)
+        replacement = types.MethodType(watched, original) if first else watched
+        self._originals[id(replacement)] = original
+        setattr(owner, name, replacement)
         stack.callback(setattr, owner, name, original) if is_own else stack.callback(delattr, owner, name)
 
     def _see_effect(self, what: str, original: Any, *args: Any, **options: Any) -> Any:
-        callers, standard = _callers()
-        if _HARMLESS.isdisjoint((module, what) for module in (callers[0][0], *standard)):
-            self.stop(f"{callers[0][1]} {what}")
+        if where := _where(what):
+            self.stop(where)
         return original(*args, **options)
 
-    def _see_draw(self, original: Any, *args: Any) -> Any:
-        return self._see_effect("draws a random number", original, *args) if self._is_active else original(*args)
+    def _see_question(self, what: str, original: Any, *args: Any) -> Any:
+        self._ask(what)
+        return original(*args)
+
+    def _see_attribute(self, name: str) -> Any:
+        if name == "argv" and self._is_active:
+            self.stop(f"{_callers()[0][0][1]} reads sys.argv")
+        raise AttributeError(f"module 'sys' has no attribute {name!r}")
 
     def _see_open(self, original: Any, *args: Any, **options: Any) -> Any:
         given = {**dict(zip(("file", "how"), args, strict=False)), **options}
@@ -289,14 +305,15 @@ class ImportWatch:
         self._stamps.update({(kind, path): _stamp(kind, path) for path in paths})
 
     def _see_process_id(self, original: Any) -> Any:
-        if "multiprocessing.util" in (callers := _callers())[1]:
-            self.stop(f"{callers[0][0][1]} registers what this process alone does at its end")
         return self._give("asks for the process id", _ProcessId(original()), os.getpid)
 
-    def _see_time(self, original: Any, *args: Any) -> Any:
-        value = original(*args)
-        value += type(value)(self._ahead * (10**9 if type(value) is int else 1))
-        return self._give("reads the time", value, functools.partial(original, *args))
+    def _see_time(self, original: Any, *args: Any, **options: Any) -> Any:
+        now = functools.partial(original, *args, **options)
+        if not self._is_active:
+            return now()
+        value, ahead = now(), {float: _AHEAD, int: int(_AHEAD * 1e9)}
+        value += ahead.get(type(value), datetime.timedelta(seconds=_AHEAD)) * self._is_compared
+        return self._give("reads the time", value, now)
 
     def _see_moment(self, original: Any, *args: Any) -> Any:
         count = int(original.__name__ == "strftime")
@@ -305,32 +322,18 @@ class ImportWatch:
         takes_parts = original.__name__ in ("asctime", "strftime")
         return original(*args[:count], time.localtime(time.time()) if takes_parts else time.time())
 
-    def _see_now(self, original: Any, kind: type[datetime.datetime], *args: Any, **options: Any) -> Any:
-        now = functools.partial(original.__get__(None, kind), *args, **options)
-        if not self._is_active:
-            return now()
-        return self._give("reads the time", now() + datetime.timedelta(seconds=self._ahead), now)
-
     def _see_random(self, original: Any, *args: Any, **options: Any) -> Any:
         draw = functools.partial(original, *args, **options)
         return self._give("draws random bytes", draw(), functools.lru_cache(draw))
 
-    def _see_bind(self, original: Any, *args: Any) -> Any:
-        self._ask("binds a port")
-        return original(*args)
-
-    def _ask(self, what: str) -> tuple[list[Caller], list[str]]:
-        callers, standard = _callers()
-        if _HARMLESS.isdisjoint((module, what) for module in (callers[0][0], *standard)):
-            self._asked.append(f"{callers[0][1]} {what}")
-        return callers, standard
+    def _ask(self, what: str) -> None:
+        if where := _where(what):
+            self._asked.append(where)
 
     def _give(self, what: str, value: Any, again: Callable[[], Any]) -> Any:
         """Return a value of this process to an import that has asked for it; another process has it ``again``."""
-        callers, standard = self._ask(what)
-        # What is kept of an object must be what modules keep of it.
-        given = value.bytes if isinstance(value, uuid.UUID) else value
-        self._given.append((given, again, {*(caller[0] for caller in callers), *standard}))
+        self._ask(what)
+        self._given.append((value, again))
         return value
 
     def _see_thread(self, original: Any, thread: threading.Thread) -> Any:
@@ -341,11 +344,12 @@ class ImportWatch:
         original(made, *args, **options)
         self.places[os.readlink(f"/proc/self/fd/{made.fileno()}")] = _callers()[0][0][1]
 
-    def _see_variable(self, what: str) -> None:
-        module, place, code = _callers()[0][0]
-        is_search = what not in code.co_consts and _takes_some(code, place)
-        if self._is_active and module not in self._reads_variables and not is_search:
-            self.stop(f"{place} reads {what}")
+    def _see_variable(self, name: str) -> None:
+        is_missing = self._is_active and os.fsencode(name) not in vars(os.environ)["_data"]
+        if is_missing and (name in _OF_A_RANK.split() or name.startswith("TORCHELASTIC_")):
+            module, place = _callers()[0][0]
+            if module not in self._reads_variables:
+                self.stop(f"{place} reads {name}")
 
     # -- what must not be shared ---------------------------------------------------------------------------------------
 
@@ -360,94 +364,83 @@ class ImportWatch:
             names: the modules that it has imported.
             compared: returns the ``digest`` of another process that has executed it.
         """
-        if self._problem:
-            return self._problem
+        if self.stopped:
+            return self.stopped
         for module in _globals(names):
             for name, value in list(module.items()):
-                if type(value) is types.FunctionType and id(value) in self._originals:
+                if type(value) in (types.FunctionType, types.MethodType) and id(value) in self._originals:
                     module[name] = self._originals[id(value)]
         self._find_kept()
-        why = self._difference(compared()) if self._asked else ""
-        self._given, self._objects = [], []
-        return why
+        different = ""
+        if self._asked:
+            renewed = {(id(names), name) for names, name, _, _ in self._kept}
+            different = self._imported().difference(compared(), renewed)
+        self._given, self._made = [], []
+        return different and f"{self._asked[0]}, on which {different} depends"
 
     def _find_kept(self) -> None:
         """Find the global names that have values of this process."""
-        for given, again, modules in self._given:
-            like = _spellings(given) if isinstance(given, bytes) else ()
-            for names in _globals(modules):
-                for name, value in names.items():
-                    if value is given or any(type(value) is type(same) and value == same for same in like):
-                        self._kept.append((names, name, value, functools.partial(_again, given, again)))
-        renewed = {id(value): new for _, _, value, new in self._kept}
-        if renewed:  # other modules may have imported them from those
-            self._kept = [
-                (names, name, value, renewed[id(value)])
-                for names in _globals(sys.modules)
-                for name, value in names.items()
-                if id(value) in renewed
-            ]
+        renewed: dict[Any, Any] = {id(value): again for _, _, value, again in self._kept}
+        for given, again in self._given:
+            renewed[id(given)] = again
+            for number, spelling in enumerate(_spellings(given)):
+                renewed[type(spelling), spelling] = functools.partial(_spelled, number, again)
+        self._kept = [
+            (names, name, value, renew)
+            for names in (_globals(sys.modules) if renewed else ())
+            for name, value in names.items()
+            if (renew := renewed.get(id(value)) or (type(value) in _SPELLED and renewed.get((type(value), value))))
+        ]
 
     def digest(self, execute: Callable[[], object]) -> bytes:
-        """Execute a statement in another process; return what it has made, a number for each value."""
-        self._ahead = _AHEAD
+        """Execute a statement in another process, with other values; return the ``digest`` of what it has made."""
+        self._is_compared = True
+        os.setsid()
+        variables = vars(os.environ)["_data"]  # the additional one is the first: a loop may leave the last in a name
+        variables |= {b"ROLE_RANK": b"0", **{name: variables.pop(name) for name in list(variables)}}
         execute()
-        return array.array("q", (hash(value) for _, _, value in self._values())).tobytes()
+        variables.pop(b"ROLE_RANK", b"")
+        return bytes(self._imported().digest())
 
-    def _difference(self, other: bytes) -> str:
-        values, others = list(self._values()), array.array("q", other)
-        renewed = {(id(names), name) for names, name, _, _ in self._kept}
-        modules = {id(names): str(names.get("__name__")) for names in _globals(sys.modules)}
-        for (holder, name, value), number in zip(values, others, strict=False):
-            if hash(value) != number and (id(holder), name) not in renewed:
-                kind = type(holder)
-                shown = modules.get(id(holder), f"an object of {kind.__module__}.{kind.__qualname__}")
-                return f"{self._asked[0]}, on which {shown}{f'.{name}' if id(holder) in modules else ''} depends"
-        return "" if len(values) == len(others) else f"{self._asked[0]}, on which what it makes depends"
-
-    def _values(self) -> Iterator[tuple[Any, Any, Any]]:
-        """Yield the values in modules and in what the last statement has made: the holder, the name, and the value."""
-        known, todo = set[int](), [self._given, self._stamps]
-        for own in todo:  # what this object has made meanwhile
-            if id(own) not in known and type(own) in (list, tuple, dict, set, functools.partial, type(len), _CACHED):
-                todo += gc.get_referents(own)
-            known.add(id(own))
-        for holder in (*_globals(sys.modules), vars(os.environ)["_data"], *self._objects):
-            # FileFinder has the times of folders. An identifier is a value of those that hold it.
-            if not (id(holder) in known or type(holder) in (FileFinder, uuid.UUID) or self._is_renewed(holder)):
-                known.add(id(holder))
-                yield from ((holder, name, value) for name, value in _held(holder))
+    def _imported(self) -> Any:
+        return self._values(self._made, [self._given, self._stamps], _SHARED)
 
     def renew(self) -> None:
         """Give this fork values of its own in the place of those that modules keep of the process it is a fork of."""
         for names, name, value, renewed in self._kept:
             if names.get(name) is value:
-                names[name] = renewed(value)
-        if not self._collects:
-            gc.disable()
+                names[name] = renewed()
 
 
-def _callers() -> tuple[list[Caller], list[str]]:
+def _where(what: str) -> str:
+    """Return the place that has called a watched function, and what for; empty if that is harmless."""
+    callers, standard = _callers()
+    first, place = callers[0]
+    is_harmless = any((module, what) in _HARMLESS for module in (first, *standard))
+    return "" if is_harmless or {first, first.partition(".")[0]} & _SHARED else f"{place} {what}"
+
+
+def _callers() -> tuple[list[tuple[str, str]], list[str]]:
     """Return who has called the watched function that called this one.
 
     Returns:
-        The modules that are not Python's own, from the one that has called it to the one that is imported, and
-        Python's own modules in between.
+        The modules that are not Python's own, each also with its line, from the one that has called it to the one that
+        is imported, and Python's own modules in between.
     """
-    frame: types.FrameType | None = sys._getframe(2)
-    callers, standard = list[Caller](), list[str]()
+    frame: types.FrameType | None = sys._getframe(1)
+    callers, standard = list[tuple[str, str]](), list[str]()
     while frame is not None:
         file, name = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
         if file.startswith(_STANDARD) and f"-packages{os.sep}" not in file:
             if not callers:
                 standard.append(name)
         elif file != __file__:
-            callers.append((name, f"{name}:{frame.f_lineno}", frame.f_code))
+            callers.append((name, f"{name}:{frame.f_lineno}"))
             if frame.f_code.co_name == "<module>":
                 break
         frame = frame.f_back
     # A thread may execute Python's own modules alone.
-    return callers or [("it", "it:0", sys._getframe().f_code)], standard
+    return callers or [("it", "it:0")], standard
 
 
 def _globals(modules: Collection[str]) -> list[dict[str, Any]]:
@@ -474,69 +467,18 @@ def _stamp(kind: str, path: str) -> object:
     return found.st_mode if is_mode else (found.st_mtime_ns, found.st_size, found.st_ino)
 
 
-def _held(holder: Any) -> list[tuple[Any, Any]]:
-    """Return the names and values that an object holds, other than objects that the garbage collector knows."""
-    kind, parts = type(holder), list[tuple[Any, Any]]()
-    with contextlib.suppress(Exception):  # objects may do anything when they are asked
-        if issubclass(kind, dict):
-            # The key of a weak reference may be the address of its object.
-            items = [item for item in list(dict.items(holder)) if type(item[1]) is not weakref.ref]
-            parts = [(name, part) for name, value in items for part in (name, value)]
-        elif issubclass(kind, random.Random):
-            parts = [("", repr(holder.getstate()))]
-        elif hasattr(kind, "random_raw"):  # a generator of numpy's
-            parts = [("", repr(holder.state))]
-        else:
-            parts = [("", part) for part in gc.get_referents(holder)]
-    found = list[tuple[Any, Any]]()
-    for name, part in parts:
-        if issubclass(type(part), _SIMPLE):
-            found.append((name, part))
-        elif type(part) in (tuple, dict, frozenset) and not gc.is_tracked(part):
-            found += [(name, value) for _, value in _held(part)]
-        elif not gc.is_tracked(part) and type(part) is not types.CodeType:
-            with contextlib.suppress(Exception):
-                found.append((name, _state(part)))
-    # Sets have the order of addresses.
-    return sorted(found, key=lambda item: hash(item[1])) if issubclass(kind, (set, frozenset)) else found
+def _spelled(number: int, again: Callable[[], Any]) -> Any:
+    return _spellings(again())[number]
 
 
-def _state(value: Any) -> Any:
-    """Return what an object of a C library consists of, as far as it says that."""
-    if hasattr(value, "digest"):
-        return value.digest()
-    with contextlib.suppress(TypeError):
-        return memoryview(value).tobytes()
-    return _ADDRESS.sub("", repr(value))
-
-
-def _takes_some(code: types.CodeType, place: str) -> bool:
-    """Return whether code that goes through all variables takes those alone that begin with a prefix of its own."""
-    line = int(place.rpartition(":")[2])
-    parts = [part for part in code.co_consts if isinstance(part, types.CodeType) and part.co_firstlineno == line]
-    return any(
-        "startswith" in part.co_names and any(type(prefix) is str and prefix.endswith("_") for prefix in part.co_consts)
-        for part in (code, *parts)
-    )
-
-
-def _bytes_of(value: Any) -> bytes:
-    return bytes(value.bytes if isinstance(value, uuid.UUID) else value)
-
-
-def _spellings(token: bytes) -> tuple[Any, ...]:
-    """Return what random bytes may look like in a module."""
+def _spellings(given: Any) -> tuple[Any, ...]:
+    """Return what an identifier or random bytes may look like in a module; nothing for any other value."""
+    token = given.bytes if isinstance(given, uuid.UUID) else given
+    if not isinstance(token, bytes):
+        return ()
     whole = (uuid.UUID(bytes=token), str(uuid.UUID(bytes=token))) if len(token) == 16 else ()
     text = base64.urlsafe_b64encode(token).rstrip(b"=").decode()
     return token, int.from_bytes(token, "big"), token.hex(), text, *whole
-
-
-def _again(given: Any, again: Callable[[], Any], value: Any) -> Any:
-    """Return what another process has in the place of a value that was given to an import, however it is spelled."""
-    if not isinstance(given, bytes):
-        return again()
-    spellings = zip(_spellings(given), _spellings(_bytes_of(again())), strict=True)
-    return next(after for before, after in spellings if type(before) is type(value) and before == value)
 
 
 def _set_of_datetime(name: str, function: Any) -> None:

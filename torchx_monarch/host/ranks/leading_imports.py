@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 _RANK_ZERO = {
@@ -63,7 +63,7 @@ class LeadingImports:
         unshared: the first statement that ranks cannot share, where it is, and why; empty if they share all.
     """
 
-    def __init__(self, order: dict[str, Any], path0: str, watch: dict[str, Any], safety: dict[str, Any]) -> None:
+    def __init__(self, order: dict[str, Any], path0: str, run_sibling_file: Callable[[str], dict[str, Any]]) -> None:
         self.environ = dict(os.environ)
         self.output = (b"", b"")
         self.unshared = ""
@@ -71,12 +71,13 @@ class LeadingImports:
         self._path = order["path"]
         self._path0 = path0
         self._installed = _InstalledModules(path0)
-        self._safety, self._generators = safety, safety["Generators"]()
-        self._watch: Any = watch["ImportWatch"](
-            self._path, self._installed.places, _HARMLESS, self._generators.is_renewed
+        self._safety = run_sibling_file("fork_safety.py")
+        self._generators = self._safety["Generators"]()
+        compared = run_sibling_file("import_comparison.py")["ImportedValues"]
+        self._watch: Any = run_sibling_file("import_watch.py")["ImportWatch"](
+            self._path, self._installed.places, _HARMLESS, functools.partial(compared, self._generators.is_renewed)
         )
         self._watch.add_stamps("folder", self._installed.places)
-        self._must_not_be_shared: type[BaseException] = watch["MustNotBeShared"]
         self._set: dict[bytes, bytes] = {}
         self._packages: set[str] = set()
         self._guard: Any = _Guard(self._installed, self._watch.stop)
@@ -96,7 +97,9 @@ class LeadingImports:
         executed = set[str]()
         vars(main).update(__builtins__=sys.modules["builtins"], __file__=self._path)
         sys.modules["__main__"] = main
-        with _Output() as output, self._watched():
+        with _Output() as output, self._watch.replaced_functions() as restored:
+            sys.meta_path.insert(0, self._guard)
+            restored.callback(sys.meta_path.remove, self._guard)
             for path, line, text in self._statements:
                 # What the program has no statement for is hidden from those that its ranks execute.
                 if self.unshared if line else sys.modules.keys() >= {*text.removeprefix("import ").split(", ")}:
@@ -148,11 +151,8 @@ class LeadingImports:
         try:
             with self._watch.watching():
                 exec(compile("\n" * (line - 1) + text, path, "exec", dont_inherit=True), vars(main))
-        except self._must_not_be_shared as error:
-            return str(error)
         except BaseException as error:
-            is_argv = isinstance(error, AttributeError) and (error.obj, error.name) == (sys, "argv")
-            return "it reads sys.argv" if is_argv else f"{type(error).__name__}: {error}"
+            return self._watch.stopped or f"{type(error).__name__}: {error}"
         now = vars(os.environ)["_data"]
         if text.startswith("os.environ"):
             self._set.update({name: value for name, value in now.items() if before.get(name) != value})
@@ -178,18 +178,6 @@ class LeadingImports:
         bound = ((module, alias.name, vars(main).get(alias.asname or alias.name)) for module, alias in given)
         self._bound += [(module, name, value) for module, name, value in bound if value is not None]
         return ""
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        argv = sys.argv
-        del sys.argv  # another run may have other arguments
-        sys.meta_path.insert(0, self._guard)
-        try:
-            with self._watch.replaced_functions():
-                yield
-        finally:
-            sys.meta_path.remove(self._guard)
-            sys.argv = argv
 
     def is_current(self, path0: str) -> bool:
         """Return whether an interpreter of its own would import the same files now.

@@ -71,6 +71,8 @@ _MAX_DESCRIPTORS = 253
 _program: dict[str, Any] = {}
 """The names of ``rank_main``, and what orders have made: ``preloaded``, ``leading``, ``unsafe`` and ``path0``."""
 
+_COLLECT_AFTER = gc.get_threshold()[0]
+
 _FOR_ALL = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that a backend may send to every process of a job. The host decides when the zygote and the store end."""
 
@@ -95,7 +97,7 @@ def _import(order: dict[str, Any]) -> dict[str, Any]:
     path0 = sys.path[0] if order["mode"] != "exec" and _program["set_path0"](order["mode"], order["target"]) else None
     # Importing torch makes 260,000 objects that stay. Scanning them for garbage again and again costs an eighth of the
     # import. gc.freeze exempts them from collection, which would write to every page that forks share.
-    gc.disable()
+    gc.set_threshold(0)  # what modules do with gc.disable and gc.enable is that of the ranks
     preloaded = _program["preloaded"] = _program["run_sibling_file"]("preloaded_modules.py")["PreloadedModules"]()
     for name in order["modules"]:
         try:
@@ -132,7 +134,6 @@ def _lead(order: dict[str, Any]) -> dict[str, Any]:
     if _program["unsafe"]:
         return {}  # each rank executes an interpreter of its own
     run_sibling_file = _program["run_sibling_file"]
-
     if order["cwd"] is not None:
         os.chdir(order["cwd"])
     os.environ.update(order["env"])
@@ -140,8 +141,7 @@ def _lead(order: dict[str, Any]) -> dict[str, Any]:
     preloaded = _program["preloaded"]
     preloaded.hide()
     _program["path0"] = path0 = sys.path[0] if is_set else ""
-    watch, safety = run_sibling_file("import_watch.py"), run_sibling_file("fork_safety.py")
-    leading = run_sibling_file("leading_imports.py")["LeadingImports"](order, path0, watch, safety)
+    leading = run_sibling_file("leading_imports.py")["LeadingImports"](order, path0, run_sibling_file)
     _program["leading"] = leading
     _renewals.extend(leading.execute(_fork, preloaded.hide_again))
     gc.freeze()
@@ -385,7 +385,8 @@ def _reason(error: BaseException) -> str:
 
 def _renew_state() -> None:
     """Give a fork the state that an interpreter of its own would have."""
-    gc.enable()
+    if not gc.get_threshold()[0]:  # no module has set another
+        gc.set_threshold(_COLLECT_AFTER)
     # Folders may have changed since the zygote has listed them.
     if "importlib.metadata" in sys.modules:
         importlib.invalidate_caches()
