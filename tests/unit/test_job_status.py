@@ -11,17 +11,19 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 from torchx.specs import AppDef, Role
 
-from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.cli import jobs, ls, main
 from torchx_monarch.cli import status as status_command
 from torchx_monarch.cli.status import facts, only_roles, render, show_when
+from torchx_monarch.client.connection import Target
+from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.insight import events
 from torchx_monarch.insight.rank_sample import NO_SAMPLES, RankSample, RankSamples
 from torchx_monarch.insight.slowness import Kind, Slowness
@@ -493,6 +495,19 @@ def test_the_ranks_of_one_role_are_asked_while_another_one_starts(
     reader = jobs.JobReader(scheduler, HANDLE, "train-x7", "trainer", "", 1.0)
     reader._with_ranks(jobs.JobFacts(snapshot(), status, build_timeline([], [], end=NOW)), 0.0)
     assert ask_samples.call_count == asked
+
+
+@pytest.mark.parametrize("error", [UnreachableError("no"), BackendError("no")], ids=["host", "scheduler"])
+def test_the_hosts_of_an_allocation_are_asked_at_the_address_of_the_user(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from_handle = Mock(side_effect=error)
+    monkeypatch.setattr(Target, "from_handle", from_handle)
+    role = RoleSnapshot(RoleSpec("train", 2, workload=WorkloadKind.ALLOCATION), [])
+    app = replace(snapshot(), roles=[role])
+    reader = jobs.JobReader(Mock(), HANDLE, "train-x7", "", "localhost:9000", 1.0)
+    assert reader._ask_live(app) is None and reader._ask_events(app) == []
+    assert from_handle.call_args_list == [call(HANDLE, "train", "localhost:9000")] * 2
 
 
 def test_rates_stay_while_replica_0_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

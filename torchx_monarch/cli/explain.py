@@ -22,12 +22,12 @@ from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import root_cause
 from torchx_monarch.cli.arguments import add_address, add_handle
-from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, JobReader, opened_job
+from torchx_monarch.cli.jobs import NO_ANSWER, SAMPLE_PAUSE_S, JobFacts, JobReader, opened_job
 from torchx_monarch.cli.output import print_json
 from torchx_monarch.cli.report import read_stacks
 from torchx_monarch.cli.status import facts_by_title, state_and_time
 from torchx_monarch.client.rank_queries import ask_stacks
-from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
+from torchx_monarch.exceptions import AllocationError
 from torchx_monarch.insight.stacks import render as render_stacks
 from torchx_monarch.insight.summary import raised_at, show_duration
 from torchx_monarch.insight.timeline import Timeline
@@ -176,7 +176,7 @@ def _stacks(job: JobReader, facts: JobFacts) -> Iterator[str]:
     if facts.status.state == State.RUNNING and job.hosts is not None:
         try:
             yield from render_stacks(ask_stacks(job.hosts)[0])
-        except (UnreachableError, RefusedError, AllocationError):
+        except (*NO_ANSWER, AllocationError):
             return
     for path, text in read_stacks(facts.status.log_folder, facts.timeline):
         yield from (path, *text.splitlines())

@@ -46,6 +46,10 @@ _SILENT_AFTER = 4 * SIGN_OF_LIFE_EVERY
 """Seconds without a sign of life after which it is said that a host does not answer."""
 
 
+NO_ANSWER = (UnreachableError, RefusedError, BackendError)
+"""What is raised if replica 0, or the scheduler that is asked where it is, does not answer."""
+
+
 @dataclass(frozen=True)
 class JobFacts:
     """What is known of a job at one moment.
@@ -127,7 +131,7 @@ class JobReader:
         self.hosts = self.hosts or Hosts(self.handle, role, self.address)
         try:
             activity, missing = self._ask_ranks(self.hosts, pause)
-        except (UnreachableError, RefusedError, AllocationError, BackendError) as error:
+        except (*NO_ANSWER, AllocationError) as error:
             return replace(facts, problem=str(error), status=replace(facts.status, silent=_silent(facts, role)))
         last = max((rank.last_output for rank in activity if rank.last_output is not None), default=None)
         account = job_status.account_of(facts.app, facts.timeline, activity)
@@ -146,29 +150,36 @@ class JobReader:
 
     def _ask_events(self, app: AppSnapshot) -> list[Event]:
         """Return the events that replica 0 of each role has; none of a role whose replica 0 cannot be reached."""
-        names = [role.spec.name for role in app.roles if role.spec.runs_hosts]
 
         def ask_role(name: str) -> list[Event]:
-            with contextlib.suppress(UnreachableError, RefusedError):
-                address = self.address if name == (self.role or names[0]) else ""
-                return ask_events(Target.from_handle(self.handle, name, address), PATIENCE)
+            with contextlib.suppress(*NO_ANSWER):
+                return ask_events(self._target(app, name), PATIENCE)
             return []
 
         with ThreadPoolExecutor(_AT_A_TIME) as pool:
-            return [*itertools.chain(*pool.map(ask_role, names))]
+            return [*itertools.chain(*pool.map(ask_role, _with_hosts(app)))]
+
+    def _target(self, app: AppSnapshot, role: str) -> Target:
+        """Return where replica 0 of a role is: of the first role, or the chosen one, at the address of the user."""
+        is_chosen = role == (self.role or _with_hosts(app)[0])
+        return Target.from_handle(self.handle, role, self.address if is_chosen else "")
 
     def _ask_live(self, app: AppSnapshot) -> LiveState | None:
         """Ask the hosts of a live allocation; return None for another job, and if they do not answer."""
         role = next((role.spec.name for role in app.roles if role.spec.workload is WorkloadKind.ALLOCATION), None)
         if role is not None:
-            with contextlib.suppress(UnreachableError, RefusedError, TimeoutError):
-                target = Target.from_handle(self.handle, role)
+            with contextlib.suppress(*NO_ANSWER):
+                target = self._target(app, role)
                 answer = ask(target, {"type": "state"}, PATIENCE)
                 if (live := answer.get("live")) is not None:
                     facts = {name: live[name] for name in ("ready", "run", "runs", "queued", "idle", "idle_timeout")}
                     runs = ask(target, {"type": "runs"}, PATIENCE)["runs"]
                     return LiveState(hosts=len(answer["hosts"]), last_runs=tuple(runs[-10:]), **facts)
         return None
+
+
+def _with_hosts(app: AppSnapshot) -> list[str]:
+    return [role.spec.name for role in app.roles if role.spec.runs_hosts]
 
 
 def check_roles(handle: str, app: AppSnapshot, names: Iterable[str]) -> None:
