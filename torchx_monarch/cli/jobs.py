@@ -124,9 +124,7 @@ class JobReader:
 
     def _with_ranks(self, facts: JobFacts, pause: float) -> JobFacts:
         """Return the facts with what the ranks do, and with when one of them has printed something last."""
-        with_hosts = [role.spec for role in facts.app.roles if role.spec.runs_hosts]
-        first = max(with_hosts, key=lambda spec: spec.runs_ranks).name if with_hosts else ""
-        if not (role := self.role or first) or facts.status.phase == "queued":
+        if not (role := self._asked_role(facts.app)) or facts.status.phase == "queued":
             return facts
         self.hosts = self.hosts or Hosts(self.handle, role, self.address)
         try:
@@ -157,12 +155,17 @@ class JobReader:
             return []
 
         with ThreadPoolExecutor(_AT_A_TIME) as pool:
-            return [*itertools.chain(*pool.map(ask_role, _with_hosts(app)))]
+            names = [role.spec.name for role in app.roles if role.spec.runs_hosts]
+            return [*itertools.chain(*pool.map(ask_role, names))]
 
     def _target(self, app: AppSnapshot, role: str) -> Target:
-        """Return where replica 0 of a role is: of the first role, or the chosen one, at the address of the user."""
-        is_chosen = role == (self.role or _with_hosts(app)[0])
-        return Target.from_handle(self.handle, role, self.address if is_chosen else "")
+        """Return where replica 0 of a role is: at the address of the user if it is the role whose ranks are asked."""
+        return Target.from_handle(self.handle, role, self.address if role == self._asked_role(app) else "")
+
+    def _asked_role(self, app: AppSnapshot) -> str:
+        with_hosts = [role.spec for role in app.roles if role.spec.runs_hosts]
+        first = max(with_hosts, key=lambda spec: spec.runs_ranks).name if with_hosts else ""
+        return self.role or first
 
     def _ask_live(self, app: AppSnapshot) -> LiveState | None:
         """Ask the hosts of a live allocation; return None for another job, and if they do not answer."""
@@ -176,10 +179,6 @@ class JobReader:
                     runs = ask(target, {"type": "runs"}, PATIENCE)["runs"]
                     return LiveState(hosts=len(answer["hosts"]), last_runs=tuple(runs[-10:]), **facts)
         return None
-
-
-def _with_hosts(app: AppSnapshot) -> list[str]:
-    return [role.spec.name for role in app.roles if role.spec.runs_hosts]
 
 
 def check_roles(handle: str, app: AppSnapshot, names: Iterable[str]) -> None:
