@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torchx.cli.main import main
@@ -195,6 +196,16 @@ def test_a_dry_run_needs_no_cluster(
     offline = "-cfg validate_spec=False,namespace=n"
     main(f"run -s monarch_kubernetes {offline} --dryrun monarch.spmd --image i x.py".split())
     assert "kind: Job" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["cancel --save", "delete --force"])
+def test_a_scheduler_whose_client_is_not_installed(
+    torchx: Command, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = BackendError("monarch_kubernetes needs kubernetes")
+    monkeypatch.setattr("torchx_monarch.schedulers.monarch.scheduler_of", Mock(side_effect=missing))
+    said = torchx(*words.split(), "monarch_kubernetes://torchx/x")
+    assert str(missing) in said and "unrecognized" not in said
 
 
 @pytest.mark.parametrize("waits", [True, False])

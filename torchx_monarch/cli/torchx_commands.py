@@ -23,6 +23,7 @@ from torchx.cli.cmd_status import CmdStatus as TorchXCmdStatus
 from torchx.runner import Runner
 from torchx.specs import parse_app_handle
 
+from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.cli import arguments
 from torchx_monarch.cli.exit_codes import FAILED, UNAVAILABLE, USAGE, CommandError
 from torchx_monarch.exceptions import RefusedError, UnreachableError
@@ -54,6 +55,8 @@ def _read_ours(handle: str, runner: Runner, option: str = "") -> tuple[Apps[Any]
     try:
         name, _, app_id = parse_app_handle(handle)
         apps = scheduler_of(name, runner).apps
+    except BackendError:
+        raise
     except Exception:  # TorchX's command raises it again, unless the scheduler is of another package
         if option:
             raise CommandError(f"torchx: error: unrecognized arguments: {option}", 2) from None
