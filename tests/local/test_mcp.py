@@ -7,10 +7,12 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from tests.local.detached import Detached, sh
 from tests.waits import WITHIN
@@ -111,3 +113,18 @@ def test_a_job_is_submitted_after_a_dry_run_and_cancelled_by_its_handle(apps: De
             assert wrong["exit_code"] and "token" not in wrong
 
     asyncio.run(main())
+
+
+def test_a_submission_has_the_time_to_build_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchx_monarch.cli import mcp
+
+    limits = list[float]()
+
+    async def wait_for(awaitable: Awaitable[Any], timeout: float) -> Any:
+        limits.append(timeout)
+        return await awaitable
+
+    monkeypatch.setattr(asyncio, "wait_for", wait_for)
+    jobs = mcp._Jobs()
+    jobs._shown["token"] = ["--help"]
+    assert asyncio.run(jobs.submit("token"))["exit_code"] == 0 and limits[0] >= 1800

@@ -31,6 +31,9 @@ except ImportError as error:
 _TIMEOUT = 120.0
 """Seconds that a command may take."""
 
+_SUBMIT_TIMEOUT = 3600.0
+"""Seconds that a submission may take, which may build an image and push it."""
+
 _MAX_LINES = 500
 
 _INSTRUCTIONS = """\
@@ -114,7 +117,8 @@ class _Jobs:
         """Submit what a dry run has shown, if the user agrees; return the handle of the job."""
         if token not in self._shown:
             raise ToolError("call dry_run first, and give the token that it returns")
-        code, output = await _run(sys.executable, "-m", "torchx.cli.main", "run", *self._shown.pop(token))
+        words = (sys.executable, "-m", "torchx.cli.main", "run", *self._shown.pop(token))
+        code, output = await _run(*words, timeout=_SUBMIT_TIMEOUT)
         handle = next((word for word in output.split() if "://torchx/" in word), "")
         return {"exit_code": code, "handle": handle, "output": printable(output)}
 
@@ -139,16 +143,16 @@ async def _command(*words: str) -> tuple[int, str]:
     return await _run(sys.executable, "-m", "torchx_monarch.cli.main", *words)
 
 
-async def _run(*words: str) -> tuple[int, str]:
+async def _run(*words: str, timeout: float = _TIMEOUT) -> tuple[int, str]:
     """Run a command; return its exit code and what it has printed to stdout, or to stderr if that is empty."""
     pipe = asyncio.subprocess.PIPE
     if any("\0" in word for word in words):
         raise ToolError("an argument has a null character")
     process = await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe)
     try:
-        stdout, stderr = await asyncio.wait_for(process.communicate(), _TIMEOUT)
+        stdout, stderr = await asyncio.wait_for(process.communicate(), timeout)
     except asyncio.TimeoutError:
         process.kill()
-        raise ToolError(f"{shlex.join(words[2:])} has not ended within {_TIMEOUT:g} s") from None
+        raise ToolError(f"{shlex.join(words[2:])} has not ended within {timeout:g} s") from None
     assert process.returncode is not None
     return process.returncode, (stdout or stderr).decode(errors="replace")
