@@ -315,7 +315,7 @@ def test_fields_of_a_wrong_type_are_ignored(tmp_path: Path) -> None:
 
 def test_a_live_allocation() -> None:
     run = {"run": 3, "state": "failed", "exit_code": 1, "started": 940.0, "ended": 950.0, "command": "torchrun\nt.py"}
-    live = LiveState(True, 2, None, 3, 0, 42.0, 600.0, [run])
+    live = LiveState(True, 2, None, 3, 0, 42.0, 600.0, (run,))
     app = snapshot(args=["-m", "torchx_monarch.hosts"], entrypoint="python")
     allocation = RoleSpec("train", 2, workload=WorkloadKind.ALLOCATION)
     app = replace(app, roles=[replace(app.roles[0], spec=allocation)])

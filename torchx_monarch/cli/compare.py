@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from torchx_monarch.cli.arguments import HELP, resolve
@@ -11,8 +12,9 @@ from torchx_monarch.cli.explain import mask, submitted_differences
 from torchx_monarch.cli.jobs import JobFacts, opened_job
 from torchx_monarch.cli.output import print_json, write_output
 from torchx_monarch.cli.status import facts_by_title, headline
-from torchx_monarch.insight.metrics import Point, sparklines
+from torchx_monarch.insight.metrics import sparklines
 from torchx_monarch.insight.report_page import CURVE_SIZE, curves, templates
+from torchx_monarch.schedulers.job_metrics import last_series
 from torchx_monarch.system.untrusted_text import one_line
 
 _WIDTH = 48
@@ -91,19 +93,12 @@ def differences(one: JobFacts, other: JobFacts) -> Iterator[Difference]:
 # -- curves ------------------------------------------------------------------------------------------------------------
 
 
-def _last_series(job: JobFacts) -> list[Sequence[Point]]:
-    """Return the points of the attempts of the job's last role or run that has reported metrics."""
-    last = job.metrics[-1:]
-    return [found.points for found in job.metrics if (found.role, found.run) == (last[0].role, last[0].run)]
-
-
 def _values(job: JobFacts) -> ByStep:
     """Return what a job has reported; the values of the last attempt count."""
     found: dict[str, dict[int, float]] = {}
-    for points in _last_series(job):
-        for point in points:
-            for name, (_, _, last) in point.metrics.items():
-                found.setdefault(name, {})[point.step] = last
+    for point in itertools.chain(*last_series(job.metrics)):
+        for name, (_, _, last) in point.metrics.items():
+            found.setdefault(name, {})[point.step] = last
     return found
 
 
@@ -159,7 +154,7 @@ def page_of(jobs: Jobs) -> str:
         .get_template("compare.html")
         .render(
             jobs=[{"state": job.status.state, "text": headline(job.status)} for job in jobs],
-            curves=curves(*map(_last_series, jobs)),
+            curves=curves(*(last_series(job.metrics) for job in jobs)),
             curve_size=CURVE_SIZE,
             differences=[*differences(*jobs)],
         )

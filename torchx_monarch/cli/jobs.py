@@ -25,6 +25,7 @@ from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.progress import SIGN_OF_LIFE_EVERY
 from torchx_monarch.insight.rank_sample import NO_SAMPLES, RankSamples, RankView, rank_views
 from torchx_monarch.insight.timeline import Moment, Timeline
+from torchx_monarch.model.codec import decode
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import job_status
@@ -175,9 +176,8 @@ class JobReader:
                 target = self._target(app, role)
                 answer = ask(target, {"type": "state"}, PATIENCE)
                 if (live := answer.get("live")) is not None:
-                    facts = {name: live[name] for name in ("ready", "run", "runs", "queued", "idle", "idle_timeout")}
                     runs = ask(target, {"type": "runs"}, PATIENCE)["runs"]
-                    return LiveState(hosts=len(answer["hosts"]), last_runs=tuple(runs[-10:]), **facts)
+                    return decode(LiveState, {**live, "hosts": len(answer["hosts"]), "last_runs": runs[-10:]})
         return None
 
 

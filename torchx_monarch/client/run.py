@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import io
 import signal
 import sys
@@ -31,9 +32,6 @@ _RECONNECT_FOR = 120.0
 _SIGNALS_INTERVAL_S = 0.5
 """Seconds after which a main thread that waits checks for signals. The kernel can deliver a signal to another thread,
 such as the second of two that come at once, and that does not interrupt the wait for a lock."""
-
-_RESULT_FIELDS = ("run", "exit_code", "reason", "seconds", "code", "stopped", "cause")
-"""The fields of a ``RunResult`` that the record ``result`` has under the same names."""
 
 
 class Records:
@@ -160,12 +158,9 @@ class Collector:
                     rank: RankOutput("".join(streams["stdout"]), "".join(streams["stderr"]))
                     for rank, streams in sorted(self._texts.items())
                 }
-                return RunResult(
-                    ranks={rank: rank_result(exit) for rank, exit in sorted(self._exits.items())},
-                    attempts=self._attempts,
-                    output=texts,
-                    **{name: record[name] for name in _RESULT_FIELDS},
-                )
+                ranks = {rank: rank_result(exit) for rank, exit in sorted(self._exits.items())}
+                result = decode(RunResult, record, "the result")
+                return dataclasses.replace(result, ranks=ranks, attempts=self._attempts, output=texts)
         raise UnreachableError(f"run {records.run} is not followed any more")
 
     def _show(self, record: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -54,12 +55,16 @@ class AttemptMetrics:
         return {**dataclasses.asdict(self), "points": points}
 
 
+def last_series(attempts: Sequence[AttemptMetrics]) -> list[Sequence[Point]]:
+    """Return the points of the attempts of the last role or run."""
+    places = [(attempt.role, attempt.run) for attempt in attempts]
+    return [attempt.points for attempt, place in zip(attempts, places, strict=True) if place == places[-1]]
+
+
 def trends(attempts: Sequence[AttemptMetrics]) -> list[MetricTrend]:
     """Return how the metrics of the last role or run have changed in all its attempts."""
-    own = [attempt for attempt in attempts if (attempt.role, attempt.run) == (attempts[-1].role, attempts[-1].run)]
-    points = [point for attempt in own for point in attempt.points]
     series: dict[str, list[float]] = {}
-    for point in points:
+    for point in itertools.chain(*last_series(attempts)):
         for name, (_, _, last) in point.metrics.items():
             series.setdefault(name, []).append(last)
     return [MetricTrend(name, values[-1], sparkline(values, _TREND)) for name, values in series.items()]

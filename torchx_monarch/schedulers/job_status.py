@@ -66,7 +66,7 @@ class LiveState:
     queued: int
     idle: float
     idle_timeout: float
-    last_runs: Sequence[Mapping[str, Any]] = ()
+    last_runs: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
