@@ -50,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the comparison, or write the page."""
     jobs = read_both(args.handle, resolve(args.other))
     differing = [*differences(*jobs)]
     if args.output:
@@ -148,7 +147,6 @@ def _curves(jobs: Jobs) -> Iterator[Difference]:
 
 
 def page_of(jobs: Jobs) -> str:
-    """Return the page about two jobs."""
     return (
         templates()
         .get_template("compare.html")

@@ -143,8 +143,6 @@ class CmdFollow:
 
 
 class CmdPs:
-    """Implement ``torchx monarch ps``: list the runs."""
-
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_hosts(parser)
 

@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the page."""
     with opened_job(args.handle, address=args.address) as job:
         facts = job.read(SAMPLE_PAUSE_S)
     write_output(args.output, page_of(facts))

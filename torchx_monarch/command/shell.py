@@ -172,7 +172,6 @@ class _Scanner:
         """What ends the here-documents that begin after this line."""
 
     def run(self) -> None:
-        """Scan the whole text."""
         self._take(_BLANKS)
         while self._position < len(self._text):
             if operator := self._take(_REDIRECTION):

@@ -181,7 +181,6 @@ class Shape:
 
     @property
     def min_replicas(self) -> int:
-        """The minimum number of nodes."""
         return node_range(self.nnodes)[0]
 
     @property
@@ -276,7 +275,6 @@ def mounts(options: Sequence[str] | None) -> list[specs.BindMount | specs.Volume
 
 
 def require_counts(**options: int) -> None:
-    """Check that options, given by name, are not negative."""
     for name, value in options.items():
         if value < 0:
             _refuse(f"--{name} {value}: use 0 or more.")

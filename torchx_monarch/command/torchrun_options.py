@@ -58,11 +58,9 @@ class Streams:
         )
 
     def stdout(self, local_rank: int) -> bool:
-        """Whether stdout of ``local_rank`` is selected."""
         return bool(self._streams(local_rank) & 1)
 
     def stderr(self, local_rank: int) -> bool:
-        """Whether stderr of ``local_rank`` is selected."""
         return bool(self._streams(local_rank) & 2)
 
     def _streams(self, local_rank: int) -> int:
@@ -288,12 +286,10 @@ class TorchrunOptions:
 
     @property
     def min_nodes(self) -> int:
-        """The minimum of ``--nnodes``."""
         return self.nnodes[0]
 
     @property
     def max_nodes(self) -> int:
-        """The maximum of ``--nnodes``."""
         return self.nnodes[1]
 
     @property
