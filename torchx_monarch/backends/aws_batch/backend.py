@@ -23,7 +23,7 @@ from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
 from torchx_monarch.backends.aws_batch import request, snapshot
 from torchx_monarch.backends.aws_batch.request import AWSBatchOpts, BatchJob, check_app, check_options
-from torchx_monarch.backends.aws_batch.snapshot import BatchSnapshot, Results
+from torchx_monarch.backends.aws_batch.snapshot import AwsSnapshot, Results
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, CheckResult, LogQuery
 from torchx_monarch.backends.core.errors import BackendError, SubmittedAlreadyError
 from torchx_monarch.backends.core.snapshot import Outcome, TimedLines
@@ -105,7 +105,7 @@ class Aws:
             self._clients.clear()
 
 
-class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
+class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, AwsSnapshot]):
     """Runs each replica as a node of a job.
 
     Batch ends a job with its main node, and restarts all nodes or none. Methods that send requests raise ``AwsError``.
@@ -168,7 +168,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def snapshot(self, app_id: str, *, brief: bool = False) -> BatchSnapshot | None:
+    def snapshot(self, app_id: str, *, brief: bool = False) -> AwsSnapshot | None:
         job = self._find(app_id)
         if job is None:
             return None
@@ -210,7 +210,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
                 results[index] = [self._last_result(stream, key) for stream in streams]
         return results
 
-    def snapshots(self, options: Cfg) -> list[BatchSnapshot]:
+    def snapshots(self, options: Cfg) -> list[AwsSnapshot]:
         """Read the apps of the queue in ``options``, or of all queues, without the nodes."""
         if chosen := options.get("queue"):
             queues = [request.queue_name(str(chosen))]
@@ -234,9 +234,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
                 ids.append(summary["jobId"])
         return [job for job in self._described(ids) if _is_app(job)]
 
-    def read_log(
-        self, app: BatchSnapshot, role: str, replica: int, query: LogQuery[BatchSnapshot]
-    ) -> Iterator[TimedLines]:
+    def read_log(self, app: AwsSnapshot, role: str, replica: int, query: LogQuery[AwsSnapshot]) -> Iterator[TimedLines]:
         index = [(node.role, node.id) for node in app.replicas].index((role, replica))
         window: dict[str, int] = {}
         if query.since is not None:
@@ -288,11 +286,11 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
-    def stop(self, app: BatchSnapshot, outcome: Outcome, grace: float | None) -> None:
+    def stop(self, app: AwsSnapshot, outcome: Outcome, grace: float | None) -> None:
         if snapshot.state(app.job) in (State.PENDING, State.RUNNING):
             self._aws.call("batch", "TerminateJob", jobId=app.job["jobId"], reason=snapshot.CANCELLED)
 
-    def remove(self, app: BatchSnapshot) -> None:
+    def remove(self, app: AwsSnapshot) -> None:
         """End the job, deregister its definition, delete its secret and tag it as deleted.
 
         Batch itself keeps jobs for a week. Logs stay in CloudWatch for the retention time of the log group.

@@ -37,7 +37,7 @@ _GENERIC_REASONS = ("Essential container in task exited", "Task failed to start"
 
 
 @dataclass(frozen=True)
-class BatchSnapshot(AppSnapshot):
+class AwsSnapshot(AppSnapshot):
     """The state of an app at one time.
 
     Attributes:
@@ -65,7 +65,7 @@ def first_failed(nodes: Mapping[int, Mapping[str, Any]]) -> int:
 
 def app_snapshot(
     app_id: str, job: Mapping[str, Any], nodes: Mapping[int, Mapping[str, Any]], results: Results
-) -> BatchSnapshot:
+) -> AwsSnapshot:
     """Return the snapshot of an app; ``results`` is empty in a brief one, and before the end of the job."""
     submitted = None
     if word := job.get("parameters", {}).get(APP_PARAMETER):  # a definition has none
@@ -81,7 +81,7 @@ def app_snapshot(
     starts = [attempt["startedAt"] for attempt in [*job.get("attempts", ()), job] if attempt.get("startedAt")]
     # Each attempt of the main node's host logs how often it has restarted the ranks.
     ranks = sum(HostResult.from_text(text).rank_restarts for text in results.get(0, ()))
-    return BatchSnapshot(
+    return AwsSnapshot(
         app_id,
         job.get("tags", {}).get(TAG_APP) or app_id.rpartition(":")[2],
         roles,
