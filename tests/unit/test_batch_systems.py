@@ -289,6 +289,11 @@ def test_htcondor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings["allowed_job_duration"], settings["accounting_group"]) == ("5400", "group_physics.proj")
     assert settings["executable"] == "/a b/python"
     assert settings["arguments"] == '"\'it\'\'s\' ""$(DOLLAR)HOME"""'
+    options.left_out = ["node7"]
+    with pytest.raises(
+        UserError, match="^`requirements` in run option `submit_args` would replace that of `avoid_known_bad`"
+    ):
+        HTCondorBackend().submit_command(JOB._replace(submit_args=["Requirements = HasGPU"]), options)
     amounts = {name: value for name, value in settings.items() if name.startswith("request_")}
     assert amounts == {"request_cpus": "4", "request_memory": "1000", "request_gpus": "8"}
     answers(monkeypatch, HTCondorBackend, json.dumps(CONDOR_Q))

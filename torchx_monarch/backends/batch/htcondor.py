@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torchx_monarch.backends.batch.backend import BatchBackend, Job
 from torchx_monarch.backends.batch.options import AccountOpts, short_names, time_limit
 from torchx_monarch.backends.batch.snapshot import QueuedJob
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.options import AvoidOpts
 from torchx_monarch.model.state import State
 
@@ -33,8 +34,11 @@ class HTCondorBackend(BatchBackend[HTCondorOpts]):
         words += ["getenv=True", f'environment="{self.array}=$(ProcId)"']
         words += [f"allowed_job_duration={time_limit(options.time)}"] if options.time else []
         words += [f"accounting_group={options.account}"] if options.account else []
-        others = ",".join(short_names(options.left_out))
-        words += [f'requirements=!stringListIMember(split(Machine,".")[0],"{others}")'] if others else []
+        if others := ",".join(short_names(options.left_out)):
+            if any(re.match(r"\s*requirements\s*=", word, re.IGNORECASE) for word in job.submit_args):
+                reason = f"would replace that of `avoid_known_bad`: leave out {others} there"
+                raise UserError(f"`requirements` in run option `submit_args` {reason}")
+            words.append(f'requirements=!stringListIMember(split(Machine,".")[0],"{others}")')
         amounts = {"cpus": job.cpu, "memory": job.memory, "gpus": job.gpu}
         words += [f"request_{name}={amount}" for name, amount in amounts.items() if amount]
         return ["condor_submit", "-terse", *words, *job.submit_args, "-queue", str(job.tasks)]
