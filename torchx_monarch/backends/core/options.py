@@ -9,7 +9,7 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,6 +182,17 @@ def safe_name(name: str) -> str:
     """Return the name of an app, changed and cut as far as a folder, a handle or a container requires."""
     safe = "".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "-" for c in name)
     return safe[:_MAX_APP_NAME].lstrip("-._") or "app"
+
+
+def dns_label(name: str) -> str:
+    """Return a name of the characters of a DNS label, which may be empty."""
+    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def role_labels(roles: Iterable[str], size: int) -> list[str]:
+    """Return DNS labels for roles, of at most ``size`` characters, and of some more where two would be the same."""
+    short = [dns_label(role)[:size].strip("-") or "role" for role in roles]
+    return short if len(set(short)) == len(short) else [f"{label}-{index}" for index, label in enumerate(short)]
 
 
 def check_roles(app: AppDef) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from torchx.schedulers.docker_scheduler import (
 from torchx.specs import AppDef
 
 from torchx_monarch.backends.core import torchx_api
-from torchx_monarch.backends.core.options import NetworkOpts, safe_name
+from torchx_monarch.backends.core.options import NetworkOpts, dns_label, role_labels, safe_name
 from torchx_monarch.backends.local import gpus
 from torchx_monarch.model.env_names import JOB_VARIABLES, replica0_variables
 
@@ -89,18 +88,12 @@ def render(app: AppDef, options: DockerOpts) -> DockerJob:
 def host_names(app_id: str, roles: Mapping[str, int]) -> dict[str, list[str]]:
     """Return the names of each role's containers, which are also their host names and DNS names on the network."""
 
-    def safe(name: str) -> str:
-        # Dots are replaced, too: they would split the name into DNS labels, each of which needs letters.
-        return re.sub(r"[^a-z0-9-]", "-", name.lower())
-
     def name(role: str, replica: int) -> str:
         end = f"-{role}-{replica}"
-        return safe(app_id)[-(_MAX_NAME - len(end)) :].lstrip("-") + end  # a name begins with a letter or digit
+        return dns_label(app_id)[-(_MAX_NAME - len(end)) :].lstrip("-") + end  # a name begins with a letter or digit
 
-    short = {role: safe(role)[:_MAX_ROLE].strip("-") or "role" for role in roles}
-    if len(set(short.values())) < len(short):
-        short = {role: f"{name}-{index}" for index, (role, name) in enumerate(short.items())}
-    return {role: [name(short[role], replica) for replica in range(count)] for role, count in roles.items()}
+    labels = zip(role_labels(roles, _MAX_ROLE), roles.items(), strict=True)
+    return {role: [name(label, replica) for replica in range(count)] for label, (role, count) in labels}
 
 
 def _give_gpus(containers: Sequence[DockerContainer], app: AppDef) -> None:

@@ -21,7 +21,7 @@ from torchx.specs import AppDef, InvalidRunConfigException, Role, macros
 from torchx.specs.overlays import get_overlay
 
 from torchx_monarch.backends.core import torchx_api
-from torchx_monarch.backends.core.options import NetworkOpts
+from torchx_monarch.backends.core.options import NetworkOpts, dns_label, role_labels
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.model.env_names import CREDENTIALS, RANK0_HOST, replica0_variables
 from torchx_monarch.model.role_spec import RoleSpec
@@ -181,16 +181,13 @@ def with_credentials(objects: Iterable[Object], credentials: str) -> list[Object
 
 def new_app_id(name: str) -> str:
     """Return a new app id, without namespace: a DNS label that begins with a letter, as a Service's name must."""
-    short = _safe(name).lstrip("0123456789-")[:_MAX_APP].strip("-") or "app"
+    short = dns_label(name).lstrip("0123456789-")[:_MAX_APP].strip("-") or "app"
     return f"{short}-{random_id(14)}"
 
 
 def job_names(app_id: str, roles: Sequence[str]) -> list[str]:
     """Return the name of each role's Job. The host name of replica k is this name followed by ``-k``."""
-    short = [_safe(role)[:_MAX_ROLE].strip("-") or "role" for role in roles]
-    if len(set(short)) < len(short):
-        short = [f"{name}-{index}" for index, name in enumerate(short)]
-    return [f"{app_id}-{name}" for name in short]
+    return [f"{app_id}-{label}" for label in role_labels(roles, _MAX_ROLE)]
 
 
 def split(app_id: str) -> tuple[str, str] | None:
@@ -202,10 +199,6 @@ def split(app_id: str) -> tuple[str, str] | None:
 def is_namespace(name: str) -> bool:
     """Whether this is a valid namespace name. Only such a name may become part of a URL."""
     return len(name) <= 63 and re.fullmatch(_LABEL, name) is not None
-
-
-def _safe(name: str) -> str:
-    return re.sub("[^a-z0-9]+", "-", name.lower())
 
 
 def collection(api_version: str, kind: str, namespace: str) -> str:
