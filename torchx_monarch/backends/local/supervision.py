@@ -226,7 +226,7 @@ class SupervisorRecord:
 def run_on_end(
     command: str, app: AppSnapshot, exit_code: int | None, record: SupervisorRecord, paths: state_files.SupervisorPaths
 ) -> None:
-    """Run the user's command for the end of an app, which ``native`` tells; add to the record that it has failed."""
+    """Run the user's command for the end of an app, which ``native`` tells; note its failure in the record."""
     from torchx_monarch.insight.job_end import JobEnd  # here: their imports would delay the replicas
     from torchx_monarch.insight.timeline import last_slow
 
