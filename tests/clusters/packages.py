@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.waits import WITHIN
+from tests.waits import WITHIN, until
 
 PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 """PATH, and where Debian has what only root uses, which not every PATH names."""
@@ -79,3 +81,9 @@ def _install(packages: Sequence[str]) -> None:
     finally:
         if forbids:
             _POLICY.unlink()
+
+
+def until_ended(folder: str) -> None:
+    """Wait until no command line has a daemon's folder: what was killed writes there until the kernel has ended it."""
+    processes = functools.partial(psutil.process_iter, ["cmdline"])
+    until(lambda: not any(folder in str(process.info["cmdline"]) for process in processes()), f"processes of {folder}")

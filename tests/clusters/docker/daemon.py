@@ -18,7 +18,6 @@ import tarfile
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import docker
@@ -186,12 +185,11 @@ class Daemon:
         self._process.wait(60)
         for path in list(self._cgroups()):
             _remove_group(path)
-        shutil.rmtree(self.folder)
         ours = str(self.folder)
+        packages.until_ended(ours)
+        shutil.rmtree(self.folder)
         mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if ours in line]
         assert not mounts, f"mounts left: {mounts}"
-        processes = partial(psutil.process_iter, ["cmdline"])
-        until(lambda: not any(ours in str(process.info["cmdline"]) for process in processes()), "its processes to end")
 
     def _cgroups(self) -> Iterator[Path]:
         """The groups of its containers, children first; other daemons may remove theirs meanwhile."""

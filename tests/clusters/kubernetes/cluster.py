@@ -16,8 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import psutil
-
+from tests.clusters import packages
 from tests.clusters.kubernetes import server
 from tests.network import namespaces
 
@@ -102,10 +101,5 @@ class Cluster:
     def down(self) -> None:
         """End and remove all of it; fails when something is left."""
         self.server.down()
+        packages.until_ended(str(self.folder))
         shutil.rmtree(self.folder)
-        left = [
-            process.pid
-            for process in psutil.process_iter(["cmdline"])
-            if str(self.folder) in str(process.info["cmdline"])
-        ]
-        assert not left, f"processes left: {left}"

@@ -11,6 +11,7 @@ import pytest
 from tests.clusters.packages import skip_for
 from tests.clusters.slurm.apps import Apps
 from tests.clusters.slurm.cluster import SlurmCluster, missing
+from tests.waits import until
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +23,7 @@ def cluster() -> Iterator[SlurmCluster]:
         yield cluster.up()
     finally:
         cluster.down()
-    assert cluster.left() == []
+    until(lambda: cluster.left() == [], lambda: f"the end of {cluster.left()}")
 
 
 @pytest.fixture
