@@ -23,6 +23,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests import loop_watch
 from tests.conformance import recording
+from tests.contract import every_time
 from tests.fork_server import ForkServer
 from tests.waits import WITHIN, until
 
@@ -118,7 +119,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ones unless they are asked for.
     """
     for item in items:
-        _mark_as_place_says(item)
+        if place := getattr(getattr(item, "cls", None), "kind", None):
+            every_time.mark(item, place)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     unwanted = set[str]()
     if config.getoption("--torchrun") != "live" and not config.getoption("--record-torchrun"):
@@ -131,22 +133,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-
-
-def _mark_as_place_says(item: pytest.Item) -> None:
-    """Mark a test of the contract that its backend leaves to the nightly run or cannot pass (see ``Place``)."""
-    place: Any = getattr(getattr(item, "cls", None), "kind", None)
-    if place is None:
-        return
-    for name in (
-        *[mark.args[0] for mark in item.iter_markers("scenario")],
-        getattr(item, "originalname", ""),
-        item.name,
-    ):
-        if name in place.nightly:
-            item.add_marker(pytest.mark.nightly(place.nightly[name]))
-        if name in place.cannot:
-            item.add_marker(pytest.mark.skip(reason=place.cannot[name]))
 
 
 def pytest_collection_finish() -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,10 +30,6 @@ TORCHX = [sys.executable, "-c", "import sys; sys.argv[0] = 'torchx'; from torchx
 """The torchx command. Under this name it shows users' mistakes without a traceback."""
 
 
-_TRAINING = "13 s of processor time, most of it for imports; monarch_local has it every time"
-_OTHER_CASE = "it goes through the core as another case does; at least one other backend has it every time"
-
-
 def tree(folder: str | Path) -> dict[str, tuple[int, bytes]]:
     """Return when each file and folder below a folder was changed, and the content of the files; empty without it.
 
@@ -45,16 +41,6 @@ def tree(folder: str | Path) -> dict[str, tuple[int, bytes]]:
             changed = 0 if path.name in ("status.json", "events.jsonl") else path.lstat().st_mtime_ns
             found[str(path)] = changed, path.read_bytes() if path.is_file() else b""
     return found
-
-
-def left_to_others(*cases: str, training: bool = True) -> dict[str, str]:
-    """Return ``Place.nightly``: cases that another backend runs every time.
-
-    Args:
-        cases: names of tests, with their parameters where the backend runs other cases of the test every time.
-        training: whether the training is among them.
-    """
-    return {**({"two hosts, digits": _TRAINING} if training else {}), **dict.fromkeys(cases, _OTHER_CASE)}
 
 
 class Place(abc.ABC):
@@ -76,8 +62,7 @@ class Place(abc.ABC):
         wires: the same for single scenarios that differ from ``wire``.
         cannot: why the backend, or its test system, cannot do a scenario, by the scenario or by the test's name. The
             tests are skipped with that reason.
-        nightly: what runs for the backend only where ``--nightly`` asks for it, and why: by the scenario, by the test's
-            name, or by its name with its parameters.
+        nightly: names of tests that it leaves to the nightly run beside those of ``every_time``.
         cfg: run options of all apps, unless a test sets others.
         long_grace: seconds of grace for ranks that have something to do before their end.
         list_cfg: run options by which ``list`` finds the tests' apps; empty for all apps.
@@ -106,7 +91,7 @@ class Place(abc.ABC):
     wire: ClassVar[str] = "real"
     wires: ClassVar[Mapping[str, str]] = {}
     cannot: ClassVar[Mapping[str, str]] = {}
-    nightly: ClassVar[Mapping[str, str]] = {}
+    nightly: ClassVar[Collection[str]] = ()
     cfg: Mapping[str, Any] = {"preload": "none", "grace": 5}
     long_grace: ClassVar[int] = 60
     list_cfg: Mapping[str, Any] = {}

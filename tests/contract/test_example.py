@@ -15,7 +15,7 @@ from torchx.specs import AppState
 
 from examples.task_spooler import create_scheduler
 from tests.contract.contract import Contract
-from tests.contract.place import BatchPlace, left_to_others
+from tests.contract.place import BatchPlace
 from tests.waits import WITHIN
 from torchx_monarch import serve
 
@@ -36,27 +36,6 @@ def tsp(*words: str) -> str:
 class TaskSpoolerPlace(BatchPlace):
     name = "acme_tsp"
     factory = staticmethod(create_scheduler)
-    nightly = left_to_others(
-        "test_the_job_begins_again_when_a_host_is_lost[1]",
-        "lost host replaced",
-        "test_a_failing_command_is_the_root_cause",
-        "test_delete_leaves_nothing[1000]",
-        "test_actors_run_beside_ranks",
-        "test_a_client_attaches_during_a_run",
-        "spare host",
-        "test_describe_gives_the_original_app",
-        "test_a_log_is_followed_to_its_end",
-        "test_a_group_restarts_alone_and_may_be_lost",
-        "elastic role",
-        "function on hosts that stay",
-        "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed hosts]",
-        "test_an_app_ends_when_it_is_decided_though_nobody_looks[succeeded]",
-        "test_a_command_is_told_of_the_end[3]",
-        "test_ranks_are_looked_at_and_debugged",
-        "test_commands_restart_as_their_policy_says[APPLICATION-starts0]",
-        "test_commands_restart_as_their_policy_says[REPLICA-starts2]",
-        "test_a_command_has_its_arguments_and_environment[False]",
-    )
     install = "task-spooler"
     cannot = {"preemption": "task-spooler does not preempt"}
 

@@ -13,7 +13,7 @@ from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Schedule
 from torchx.schedulers.local_scheduler import CWDImageProvider, LocalScheduler
 from torchx.specs import AppDef, AppDryRunInfo, AppState, Resource
 
-from tests.contract.place import Place, left_to_others
+from tests.contract.place import Place
 from torchx_monarch.backends.wrapped.backend import WrappedBackend
 from torchx_monarch.client.connection import Target
 from torchx_monarch.schedulers import wrap
@@ -53,11 +53,6 @@ class LocalCwdPlace(Place):
     name = "wrapped_local_cwd"
     is_registered = False
     names_hosts = False
-    nightly = left_to_others(
-        "test_actors_run_beside_ranks",
-        "test_ranks_are_looked_at_and_debugged",
-        "test_a_command_is_told_of_the_end[0]",
-    )
     cannot = {
         **CANNOT,
         "cancel while pending": "processes start immediately",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 
-from tests.contract.place import QueuePlace, left_to_others
+from tests.contract.place import QueuePlace
 from tests.local.detached import Detached
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.schedulers import monarch_local
@@ -21,12 +21,6 @@ class LocalPlace(QueuePlace):
         "credentials not on show": "hosts of one machine meet at socket files of their own and need none",
         "missing tool says what to install": "it needs nothing beside this package",
     }
-    nightly = left_to_others(
-        "test_a_lost_host_is_replaced[1]",
-        "test_the_job_begins_again_when_a_host_is_lost[1]",
-        "test_a_client_attaches_during_a_run",
-        training=False,
-    )
 
     def lose(self, handle: str, replica: int) -> None:
         """Kill the host."""

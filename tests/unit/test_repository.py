@@ -18,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import torchx_monarch
+from tests.contract import every_time
 from tests.contract.contract import QueueContract
 from tests.contract.table import BACKENDS, PAGE, SCENARIOS, column, marks, written
 
@@ -86,6 +87,7 @@ def test_the_demo_says_what_it_waits_for_and_what_to_try_next(tmp_path: Path) ->
 def test_the_contract_has_a_test_of_each_scenario() -> None:
     tests = [getattr(QueueContract, name) for name in dir(QueueContract) if name.startswith("test_")]
     assert {name for test in tests for name, _ in marks(test)} == set(SCENARIOS) - {"containers: pyxis"}
+    assert {name.partition("[")[0] for name in every_time.BACKENDS} <= set(dir(QueueContract))
 
 
 def test_the_page_says_what_is_tested() -> None:

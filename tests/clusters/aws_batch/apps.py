@@ -17,7 +17,7 @@ from typing import Any
 from torchx.specs import BindMount, Resource
 
 from tests.clusters.docker.daemon import ROOT, Daemon, mount_words
-from tests.contract.place import Place, left_to_others
+from tests.contract.place import Place
 from tests.network.namespaces import entered
 from torchx_monarch.client.connection import Target
 from torchx_monarch.schedulers import monarch_aws_batch
@@ -107,13 +107,6 @@ class Apps(Place):
 
     name = NAME
     factory = staticmethod(monarch_aws_batch)
-    nightly = left_to_others(
-        "test_actors_run_beside_ranks",
-        "test_a_client_attaches_during_a_run",
-        "test_a_command_is_told_of_the_end[0]",
-        "test_a_command_has_its_arguments_and_environment[False]",
-        "test_ranks_are_looked_at_and_debugged",
-    )
     wire = "moto+docker"
     wires = {"missing tool says what to install": "real"}
     cannot = {

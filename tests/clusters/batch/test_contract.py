@@ -18,7 +18,7 @@ from torchx.specs import AppState, Resource
 from tests.clusters.batch import commands
 from tests.contract.batch import BatchContract
 from tests.contract.contract import Contract
-from tests.contract.place import BatchPlace, left_to_others
+from tests.contract.place import BatchPlace
 from tests.waits import WITHIN
 from torchx_monarch import schedulers
 from torchx_monarch.model.role_spec import mark_sidecar
@@ -46,7 +46,7 @@ class _StandInPlace(BatchPlace):
     """
 
     wire = "stand-in"
-    nightly = left_to_others(*_REST, *_WITH_ARRAYS)
+    nightly: ClassVar[Sequence[str]] = (*_REST, *_WITH_ARRAYS)
     request_function = "torchx_monarch.backends.batch.backend:BatchBackend.run"
     waits_for: ClassVar[str]
 
@@ -77,7 +77,7 @@ class _PbsPlace(_StandInPlace):
 
 
 class _LsfPlace(_StandInPlace):
-    nightly = left_to_others(*_REST)
+    nightly: ClassVar[Sequence[str]] = _REST
     name, factory, install = "monarch_lsf", staticmethod(schedulers.monarch_lsf), "profile.lsf"
     cannot: ClassVar = {"preemption": "the stand-in does not preempt"}
     submit, held, waits_for = "bsub", "-H", "Job was suspended by the user while pending"

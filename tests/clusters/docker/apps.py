@@ -12,7 +12,7 @@ from typing import Any
 from torchx.specs import Resource
 
 from tests.clusters.docker.daemon import Daemon, mount_words
-from tests.contract.place import Place, left_to_others
+from tests.contract.place import Place
 from tests.network.namespaces import entered
 from torchx_monarch.schedulers import monarch_docker
 
@@ -29,28 +29,6 @@ class Apps(Place):
 
     name = NAME
     factory = staticmethod(monarch_docker)
-    nightly = left_to_others(
-        "test_actors_run_beside_ranks",
-        "test_a_client_attaches_during_a_run",
-        "spare host",
-        "lost host replaced",
-        "test_the_job_begins_again_when_a_host_is_lost[0]",
-        "preemption",
-        "test_delete_leaves_nothing[0]",
-        "test_describe_gives_the_original_app",
-        "test_a_log_is_followed_to_its_end",
-        "test_exit_code_78_asks_for_no_restart",
-        "elastic role",
-        "function on hosts that stay",
-        "test_a_group_restarts_alone_and_may_be_lost",
-        "test_a_command_is_told_of_the_end[0]",
-        "test_ranks_are_looked_at_and_debugged",
-        "test_an_app_ends_when_it_is_decided_though_nobody_looks[succeeded]",
-        "test_an_app_ends_when_it_is_decided_though_nobody_looks[lost]",
-        "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed hosts]",
-        "retry policies of commands",
-        "test_a_command_has_its_arguments_and_environment[False]",
-    )
     own_bad_options = (({"innit": False}, "(?s)innit.*init"),)
     request_function = "requests.sessions:Session.request"
     package = "docker"

@@ -19,7 +19,7 @@ import pytest
 from torchx.specs import Resource, Role
 
 from tests.clusters.kubernetes.cluster import WIRE, Cluster
-from tests.contract.place import Place, left_to_others
+from tests.contract.place import Place
 from tests.network import namespaces
 from tests.network.relay import Relay
 from tests.waits import WITHIN, until
@@ -44,26 +44,6 @@ class Apps(Place):
 
     name = NAME
     factory = staticmethod(monarch_kubernetes)
-    nightly = left_to_others(
-        "test_actors_run_beside_ranks",
-        "test_a_client_attaches_during_a_run",
-        "spare host",
-        "test_a_lost_host_is_replaced[0]",
-        "test_the_job_begins_again_when_a_host_is_lost",
-        "test_a_failing_command_is_the_root_cause",
-        "test_a_preempted_job_goes_on[REPLICA]",
-        "test_a_group_restarts_alone_and_may_be_lost[3]",
-        "test_a_command_is_told_of_the_end[3]",
-        "test_delete_leaves_nothing[0]",
-        "test_describe_gives_the_original_app",
-        "test_a_log_is_followed_to_its_end",
-        "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed]",
-        "test_an_app_ends_when_it_is_decided_though_nobody_looks[lost]",
-        "test_an_app_ends_when_it_is_decided_though_nobody_looks[succeeded]",
-        "test_commands_restart_as_their_policy_says[APPLICATION-starts0]",
-        "test_commands_restart_as_their_policy_says[ROLE-starts1]",
-        "test_a_command_has_its_arguments_and_environment[True]",
-    )
     wire = WIRE
     wires = dict.fromkeys(("bad options named", "missing tool says what to install"), "real")
     request_function = "torchx_monarch.backends.kubernetes.connection:Api._send"

@@ -16,7 +16,7 @@ from torchx.specs import AppState, Resource, Role
 from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.slurm.cluster import SlurmCluster
-from tests.contract.place import Place, left_to_others
+from tests.contract.place import Place
 from tests.waits import WITHIN, until
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.slurm.backend import SlurmBackend
@@ -45,23 +45,6 @@ class Apps(Place):
 
     name = NAME
     factory = staticmethod(monarch_slurm)
-    nightly = left_to_others(
-        "test_actors_run_beside_ranks",
-        "test_a_client_attaches_during_a_run",
-        "function on hosts that stay",
-        "test_a_group_restarts_alone_and_may_be_lost[2]",
-        "test_a_lost_host_is_replaced[1]",
-        "test_the_job_begins_again_when_a_host_is_lost[1]",
-        "test_a_preempted_job_goes_on[APPLICATION]",
-        "test_a_command_is_told_of_the_end[0]",
-        "test_delete_leaves_nothing[0]",
-        "test_describe_gives_the_original_app",
-        "test_a_log_is_followed_to_its_end",
-        "test_an_app_ends_when_it_is_decided_though_nobody_looks[succeeded]",
-        "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed hosts]",
-        "test_commands_restart_as_their_policy_says[ROLE-starts1]",
-        "test_commands_restart_as_their_policy_says[REPLICA-starts2]",
-    )
     own_bad_options = (
         ({"partitoin": "main"}, "(?s)partitoin.*partition"),
         ({"partition": "nosuch"}, "invalid partition"),

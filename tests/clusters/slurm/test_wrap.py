@@ -19,7 +19,7 @@ from torchx.schedulers.slurm_scheduler import SlurmScheduler
 from tests.clusters.slurm.apps import SMALL
 from tests.clusters.slurm.cluster import SlurmCluster
 from tests.contract.contract import Contract
-from tests.contract.place import Place, left_to_others
+from tests.contract.place import Place
 from tests.contract.wrapped import CANNOT
 from tests.waits import WITHIN
 from torchx_monarch.client.connection import Target
@@ -48,14 +48,6 @@ class SlurmPlace(Place):
     resource = SMALL
     own_bad_options = (({"partitoin": "main"}, "(?s)partitoin.*partition"),)
     install = "sbatch"
-    nightly = left_to_others(
-        "test_actors_run_beside_ranks",
-        "test_a_failing_rank_is_the_root_cause",
-        "test_ranks_are_looked_at_and_debugged",
-        "function on hosts that stay",
-        "command at the end",
-        "describe gives the original app",
-    )
     cannot = {name: reason for name, reason in CANNOT.items() if not name.startswith("missing")} | {
         "environment arrives whole": "TorchX's slurm ends the value of a variable at a comma (srun --export)",
         "retries": "TorchX's slurm requeues a job whatever its exit code, and Slurm then holds it for two minutes",

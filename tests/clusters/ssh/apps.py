@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.clusters.ssh.machines import CONNECT_TIMEOUT, Machines
-from tests.contract.place import QueuePlace, left_to_others, tree
+from tests.contract.place import QueuePlace, tree
 from tests.waits import until
 from torchx_monarch.backends.ssh.in_job.wire import folder_name
 from torchx_monarch.schedulers import monarch_ssh
@@ -49,28 +49,6 @@ class Apps(QueuePlace):
         ({"slots": 10**6}, r"`slots`.*: 1000000; this machine \(m[12]\) has"),
     )
     has_machines = True
-    nightly = left_to_others(
-        "test_actors_run_beside_ranks",
-        "spare host",
-        "test_a_lost_host_is_replaced[0]",
-        "test_the_job_begins_again_when_a_host_is_lost",
-        "test_a_failing_command_is_the_root_cause",
-        "preemption",
-        "test_delete_leaves_nothing[1000]",
-        "test_describe_gives_the_original_app",
-        "test_a_log_is_followed_to_its_end",
-        "test_exit_code_78_asks_for_no_restart",
-        "test_a_group_restarts_alone_and_may_be_lost",
-        "command at the end",
-        "elastic role",
-        "function on hosts that stay",
-        "test_ranks_are_looked_at_and_debugged",
-        "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed]",
-        "test_an_app_ends_when_it_is_decided_though_nobody_looks[failed hosts]",
-        "test_commands_restart_as_their_policy_says[APPLICATION-starts0]",
-        "test_commands_restart_as_their_policy_says[REPLICA-starts2]",
-        "test_a_command_has_its_arguments_and_environment[False]",
-    )
 
     def __init__(self, machines: Machines, hosts: Sequence[str] = ()) -> None:
         self.machines = machines
