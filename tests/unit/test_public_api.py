@@ -129,6 +129,21 @@ def test_invalid_options_are_reported_before_hosts_are_asked(
             call(**options)
 
 
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        (("monarch_slurm",), {}),
+        (("monarch_slurm", "/code", [{"entrypoint": "torchrun", "args": ["train.py"]}]), {}),
+        ((), {"scheduler": "monarch_slurm", "workspace": "/code"}),
+        (("monarch_slurm",), {"original_roles": []}),
+    ],
+)
+def test_the_arguments_of_monarchs_own_class_are_refused_at_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    handle = "monarch_slurm://torchx/7"
+    with pytest.raises(TypeError, match=f"takes neither scheduler nor .* Write SPMDJob.attach\\('{handle}'\\)"):
+        torchx_monarch.SPMDJob(handle, *args, **kwargs)
+
+
 def test_a_variable_of_a_monarch_job_has_a_value() -> None:
     with pytest.raises(ValueError, match="env={'A': None}: give a text"):
         torchx_monarch.MonarchJob({"trainers": 1}, env={"A": None})  # type: ignore[dict-item]

@@ -68,9 +68,12 @@ class SPMDJob(AttachedJob):
             hosts have.
         sync: when the hosts get a copy of the workspace; see ``client.workspace_sync.SyncMode``.
         start_timeout: seconds that a method waits for hosts that have not started; None for no limit.
+        scheduler: an argument of ``monarch.job.spmd.SPMDJob``, which is refused.
+        original_roles: another one.
 
     Raises:
         ValueError: ``sync`` is not a value of ``client.workspace_sync.SyncMode``.
+        TypeError: ``scheduler`` or ``original_roles`` is given, or the name of the scheduler as the role.
     """
 
     handle: str
@@ -84,7 +87,15 @@ class SPMDJob(AttachedJob):
         workspace: str | None = None,
         sync: SyncMode = "auto",
         start_timeout: float | None = START_TIMEOUT,
+        *,
+        scheduler: None = None,
+        original_roles: None = None,
     ) -> None:
+        if scheduler is not None or original_roles is not None or role == handle.partition("://")[0]:
+            raise TypeError(
+                "SPMDJob takes neither scheduler nor original_roles, as monarch.job.spmd.SPMDJob does: the handle "
+                f"names the scheduler, and the hosts know their command. Write SPMDJob.attach({handle!r})"
+            )
         RunOptions(sync=sync)  # checks it
         super().__init__(start_timeout)
         self.handle = handle
