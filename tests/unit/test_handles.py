@@ -175,7 +175,9 @@ def test_the_newest_apps_are_first(apps: None) -> None:
     assert [app.name for app in recorded_apps()][:2] == ["pretrain", "eval"]
 
 
-@pytest.mark.parametrize(("text", "ago"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("1d", 86400)])
+@pytest.mark.parametrize(
+    ("text", "ago"), [("0", 0), ("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("1d", 86400)]
+)
 def test_a_duration_before_now(text: str, ago: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchx_monarch.cli.arguments.time.time", lambda: 1e9)
     assert since(text).timestamp() == 1e9 - ago
