@@ -176,6 +176,7 @@ from torch import nn
 T = TypeVar("T")
 DTYPES: dict[str, Any] = {"half": torch.float16, "n": len("abc"), "f": f"{torch}", "g": lambda: f()}
 WORDS, _word = "a,b".split(","), re.compile("a")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 try:
     __version__ = version("mine")
 except Exception:

@@ -30,8 +30,8 @@ _PURE = {
 _CHANGED = ("os.environ", "sys.meta_path", "sys.modules", "sys.path", "warnings.filters")
 """What the import of a package may change, and ranks find changed before they execute it."""
 
-_METHODS = ("absolute", "getter", "resolve", "setter")
-"""Methods, of paths and properties, that only return a value."""
+_METHODS = ("absolute", "getter", "is_available", "resolve", "setter")
+"""Methods of paths and properties, and functions of modules, that only return a value."""
 
 _CAUGHT = ("AttributeError", "Exception", "ImportError", "ModuleNotFoundError")
 """What an ``except`` clause may name that a stopped import passes through."""
