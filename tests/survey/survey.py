@@ -49,6 +49,7 @@ ACCEPTED = {
     r"^joblib\._multiprocessing_helpers\.name$": "the name of a semaphore that is closed at once",
     r"^numpy\.f2py\.rules\.": "the time in a comment of sources that f2py writes",
     r"^torch\.distributed\._composable\.contract\.\w+_KEY$": "names of attributes, unlike those of any program",
+    r"\.urlsplit<": "a cache that jsonschema fills in the order of a table that has none",
     r"\b(_base_)?dummy_index$": "numbers of sympy's symbols, which matter to ranks that exchange such symbols alone",
 }
 """Values that ranks may share although interpreters do not: patterns of their paths, and why."""

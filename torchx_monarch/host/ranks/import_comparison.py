@@ -2,7 +2,7 @@
 """Compare what two processes have after they have executed the same import.
 
 ``zygote_main`` runs this file: it imports the standard library alone. Both processes are forks of one, so what was made
-before has the same addresses in both. No code of the compared objects is executed: it may do anything.
+before has the same addresses in both. No method is called that a Python class defines: it may do anything.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ _SIMPLE = (int, str, bytes, uuid.UUID, type(None))
 _SHARED_NAMES = {"__doc__", "__warningregistry__", "_pid", "_lastpid", "_rng_pid", "authkey"}
 """Names of values that no program uses, or that are compared with the process id before they are. Each rank draws the
 key of a process anew."""
-
-_FORMATS = tuple("?bBhHiIlLqQefd")
-"""Formats of memory without padding and addresses."""
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -97,7 +94,10 @@ class ImportedValues:
                         yield holder, name, hash((place, name, value))
 
     def _held(self, holder: Any) -> Iterator[tuple[str, Any]]:
-        """Yield names and values that an object holds, other than objects that the garbage collector knows."""
+        """Yield names and values that an object holds, other than objects that the garbage collector knows.
+
+        An object of a C library has the value that it shows.
+        """
         kind, parts = type(holder), list[tuple[Any, Any]]()
         if issubclass(kind, dict):
             # The key of a weak reference may be the address of its object.
@@ -117,7 +117,8 @@ class ImportedValues:
             elif kind in (tuple, dict, frozenset) and not gc.is_tracked(part):
                 yield from ((name, value) for _, value in self._held(part))
             elif not gc.is_tracked(part) and kind is not types.CodeType and "__slots__" not in vars(kind):
-                yield name, _state(part)
+                with contextlib.suppress(Exception):  # a table of a C library may have no order
+                    yield name, "".join(sorted(_ADDRESS.sub("", repr(part))))
 
 
 def _module(holder: Any) -> str:
@@ -133,12 +134,3 @@ def _generators() -> tuple[type, ...]:
 def _home(kind: Any) -> str:
     """Return the name of the module that has defined a class."""
     return str(vars(kind).get("__module__", ""))
-
-
-def _state(value: Any) -> Any:
-    """Return what an object of a C library consists of, as far as it says that."""
-    with contextlib.suppress(Exception):
-        with contextlib.suppress(TypeError):
-            if (memory := memoryview(value)).format in _FORMATS:
-                return memory.tobytes()
-        return "".join(sorted(_ADDRESS.sub("", repr(value))))  # a table of a C library may have no order

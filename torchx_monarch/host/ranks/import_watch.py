@@ -104,7 +104,8 @@ _SHARED = {
     "filelock",  # it notices that it is in another process
     "fsspec",  # the same
     "networkx",  # variables that begin with its name
-    "numba",  # these two, the same
+    "numba",  # these three, the same
+    "preloaded_modules.py",
     "tqdm",
     "joblib._multiprocessing_helpers",  # the name of a semaphore that it closes at once
     "numpy.f2py.rules",  # the time, in a comment of what f2py writes
@@ -170,7 +171,7 @@ class ImportWatch:
         self._asked: list[str] = []
         self._given: list[tuple[Any, Callable[[], Any]]] = []
         self._made: list[Any] = []
-        self._kept: list[tuple[dict[str, Any], str, Any, Callable[[], Any]]] = []
+        self._kept: list[tuple[dict[str, Any], str, Any, Callable[[], Any], int]] = []
         self._originals: dict[int, Any] = {}
         self._is_active = False
 
@@ -373,20 +374,19 @@ class ImportWatch:
         self._find_kept()
         different = ""
         if self._asked:
-            renewed = {(id(names), name) for names, name, _, _ in self._kept}
+            renewed = {(id(names), name) for names, name, *_ in self._kept}
             different = self._imported().difference(compared(), renewed)
         self._given, self._made = [], []
         return different and f"{self._asked[0]}, on which {different} depends"
 
     def _find_kept(self) -> None:
         """Find the global names that have values of this process."""
-        renewed: dict[Any, Any] = {id(value): again for _, _, value, again in self._kept}
+        renewed: dict[Any, tuple[Callable[[], Any], int]] = {id(kept[2]): kept[3:] for kept in self._kept}
         for given, again in self._given:
-            renewed[id(given)] = again
-            for number, spelling in enumerate(_spellings(given)):
-                renewed[type(spelling), spelling] = functools.partial(_spelled, number, again)
+            forms = enumerate(_spellings(given))
+            renewed |= {(type(form), form) if number else id(given): (again, number) for number, form in forms}
         self._kept = [
-            (names, name, value, renew)
+            (names, name, value, *renew)
             for names in (_globals(sys.modules) if renewed else ())
             for name, value in names.items()
             if (renew := renewed.get(id(value)) or (type(value) in _SPELLED and renewed.get((type(value), value))))
@@ -407,9 +407,9 @@ class ImportWatch:
 
     def renew(self) -> None:
         """Give this fork values of its own in the place of those that modules keep of the process it is a fork of."""
-        for names, name, value, renewed in self._kept:
+        for names, name, value, again, number in self._kept:
             if names.get(name) is value:
-                names[name] = renewed()
+                names[name] = _spellings(again())[number]
 
 
 def _where(what: str) -> str:
@@ -467,18 +467,14 @@ def _stamp(kind: str, path: str) -> object:
     return found.st_mode if is_mode else (found.st_mtime_ns, found.st_size, found.st_ino)
 
 
-def _spelled(number: int, again: Callable[[], Any]) -> Any:
-    return _spellings(again())[number]
-
-
 def _spellings(given: Any) -> tuple[Any, ...]:
-    """Return what an identifier or random bytes may look like in a module; nothing for any other value."""
+    """Return a value, and what else it may look like in a module if it is an identifier or random bytes."""
     token = given.bytes if isinstance(given, uuid.UUID) else given
     if not isinstance(token, bytes):
-        return ()
+        return (given,)
     whole = (uuid.UUID(bytes=token), str(uuid.UUID(bytes=token))) if len(token) == 16 else ()
     text = base64.urlsafe_b64encode(token).rstrip(b"=").decode()
-    return token, int.from_bytes(token, "big"), token.hex(), text, *whole
+    return given, token, int.from_bytes(token, "big"), token.hex(), text, *whole
 
 
 def _set_of_datetime(name: str, function: Any) -> None:
