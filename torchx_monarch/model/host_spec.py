@@ -57,7 +57,8 @@ def parse_log_limit(text: str) -> int:
 def parse_duration(text: str) -> float:
     """Read a number of seconds, or of the unit behind it: ``90m``, ``2h``, ``1d``, ``2w``."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text)
-    seconds = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[found[2]] if found else math.inf
+    units = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+    seconds = float(found[1]) * units[found[2]] if found else math.inf
     if seconds > _MAX_SECONDS:
         raise ValueError("it is no time such as 90m, 2h or 1d")
     return seconds
