@@ -116,17 +116,21 @@ time.sleep(600)
 """
 
 
-def test_a_job_says_that_another_process_holds_the_queue(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_says_which_stopped_process_holds_the_queue(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONARCH_SLOTS", "2")
     queue = MachineQueue(Ticket("a", slots=1), 1)
     command = [sys.executable, "-c", _HOLDS_LOCK, os.path.dirname(queue._path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         try:
             assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-            assert queue.take() == "waits for 1 slot: another process holds the lock of the queue"
+            expected = f"waits for 1 slot: process {holder.pid} holds the lock of the queue"
+            assert queue.take() == expected
+            holder.send_signal(signal.SIGSTOP)
+            until(lambda: psutil.Process(holder.pid).status() == psutil.STATUS_STOPPED, "the stop")
+            assert queue.take() == f"{expected}, which is stopped: kill -CONT {holder.pid}"
             # A job that is submitted meanwhile waits, and its submission returns.
             handle = apps.run(sh("true"), slots=1)
-            until(lambda: "another process holds the lock" in apps.status(handle).msg, "the reason")
+            until(lambda: f"process {holder.pid} holds the lock" in apps.status(handle).msg, "the reason")
         finally:
             holder.kill()
     queue.close()

@@ -20,14 +20,15 @@ from dataclasses import asdict, dataclass
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import gpus
 from torchx_monarch.model import codec
-from torchx_monarch.system import safe_files
+from torchx_monarch.system import process_status, safe_files
 from torchx_monarch.system.untrusted_text import one_line
 
 POLL = 0.5
 """Seconds between two looks at the queue."""
 
 _LOCK_TIMEOUT = 2.0
-"""Seconds for which a job tries to lock the queue, of which supervisors hold the lock for milliseconds."""
+"""Seconds for which a job tries to lock the queue before it says who holds the lock: supervisors hold it for
+milliseconds, unless they are stopped."""
 
 _SLOTS = "MONARCH_SLOTS"
 
@@ -147,7 +148,7 @@ class MachineQueue:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise TimeoutError("another process holds the lock of the queue") from None
+                        raise TimeoutError(_describe_holder(lock)) from None
                     time.sleep(0.01)
             yield
         finally:
@@ -183,6 +184,19 @@ def _read(path: str) -> Ticket | None:
         return None
     finally:
         os.close(file)
+
+
+def _describe_holder(lock: int) -> str:
+    """Describe the process that holds the lock of an open file, by the kernel's table of locks."""
+    opened = os.fstat(lock)
+    file = f"{os.major(opened.st_dev):02x}:{os.minor(opened.st_dev):02x}:{opened.st_ino}"
+    with open("/proc/locks") as table:
+        holders = [int(fields[4]) for line in table if file in (fields := line.split()) and fields[1] == "FLOCK"]
+    if not holders:  # it has just let go, or runs in another PID namespace or on another machine
+        return "another process holds the lock of the queue"
+    state = process_status.status(holders[0])
+    stopped = f", which is stopped: kill -CONT {holders[0]}" if state is not None and state.state in "Tt" else ""
+    return f"process {holders[0]} holds the lock of the queue{stopped}"
 
 
 def _busy_elsewhere() -> set[str]:
