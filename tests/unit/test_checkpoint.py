@@ -31,6 +31,7 @@ from torchx_monarch.controller.host_messages import (
 )
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.members import Member, Members, MemberState
+from torchx_monarch.host.checkpoint_files import PartError, PartFiles, checked
 from torchx_monarch.host.checkpoints import HostCheckpoints
 from torchx_monarch.host.host import Host
 from torchx_monarch.insight import step_progress
@@ -249,6 +250,25 @@ def test_a_checkpoint_for_which_there_is_no_room_cannot_be_used(
             checkpoints.close()()
 
     assert "host 0 lacks the part of host 0: [Errno " in asyncio.run(main())
+
+
+def test_damage_after_files_were_linked_for_an_attempt_is_found_before_the_next(tmp_path: Path) -> None:
+    (kept := tmp_path / "copy").mkdir()
+    (given := tmp_path / "generation").mkdir()
+    (kept / "rank_0").write_text("whole")
+
+    async def main() -> None:
+        part = CheckpointPart(1, 0, 0, (0,), (), 1, 5, "", 1.0, True)
+        files = PartFiles(part, str(kept), asyncio.ensure_future(checked(str(kept), {"rank_0": 5})))
+        for _ in range(2):
+            await files.copy_to(str(given), link=True)
+        (kept / "rank_0").write_text("wrong")
+        with pytest.raises(PartError, match="rank_0 is damaged"):
+            await files.copy_to(str(given), link=True)
+        await files.remove(str(given))
+
+    asyncio.run(main())
+    assert not any([*kept.iterdir(), *given.iterdir()])  # so that the part comes from another host
 
 
 def test_a_host_reports_no_checkpoints_of_a_run_that_has_ended(tmp_path: Path) -> None:

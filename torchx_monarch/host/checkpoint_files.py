@@ -73,10 +73,11 @@ class PartFiles:
         for file in await self.files:
             await asyncio.to_thread(_link if link else _copy, self.folder, file, os.path.join(folder, file.path))
 
-    async def remove(self) -> None:
+    async def remove(self, linked: str) -> None:
+        """Remove the files, also from the folder in which they may be linked."""
         with contextlib.suppress(PartError):
             for file in await self.files:
-                await asyncio.to_thread(run_dirs.remove_tree, os.path.join(self.folder, file.path))
+                await asyncio.to_thread(_remove, os.path.join(self.folder, file.path), os.path.join(linked, file.path))
 
     async def send(self, peer: Peer) -> None:
         files = await self.files
@@ -142,10 +143,17 @@ def _aside(target: str | None) -> Iterator[BinaryIO | None]:
         raise
 
 
+def _remove(path: str, link: str) -> None:
+    with contextlib.suppress(OSError):
+        if os.path.samefile(path, link):
+            os.unlink(link)
+    run_dirs.remove_tree(path)
+
+
 def _link(folder: str, file: PartFile, target: str) -> None:
+    _copy(folder, file, None)
     if os.path.exists(target):
         return
-    _copy(folder, file, None)
     os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
     try:
         os.link(os.path.join(folder, file.path), target)

@@ -303,7 +303,7 @@ class HostCheckpoints:
             except PartError as error:
                 self._say(f"its part of the checkpoint of step {part.step} cannot be used: {error}")
                 del self._parts[key]
-                await held.remove()
+                await held.remove(folder)
         if not source.is_needed and part.size > room_in(folder):
             self._say(f"no room for what host {part.replica} has of the checkpoint of step {part.step}")
             return
