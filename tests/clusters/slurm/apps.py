@@ -151,12 +151,23 @@ class Apps(Place):
             for path in Path(os.environ["TMPDIR"]).iterdir():  # what the power has taken with it could not clean up
                 shutil.rmtree(path, ignore_errors=True)
 
+    @contextlib.contextmanager
+    def preempting(self) -> Iterator[None]:
+        """Have a job of the partition ``urgent`` want all nodes: the others have ``GRACE`` seconds to end."""
+        nodes = f"-N{len(self.cluster.nodes)}"
+        words = ["sbatch", "--parsable", "-p", "urgent", "--exclusive", nodes, "-o", "/dev/null", "--wrap=sleep 900"]
+        urgent = subprocess.run(words, capture_output=True, text=True, check=True, timeout=WITHIN).stdout.strip()
+        try:
+            yield
+        finally:
+            subprocess.run(["scancel", urgent], check=True, timeout=WITHIN)
+
     def preempt(self, handle: str, replica: int) -> None:
-        """Have Slurm put the job back into the queue, and start it soon."""
+        """Have a job that is more urgent take its nodes, and Slurm start it again soon."""
         app_id = handle.rpartition("/")[2]
-        subprocess.run(["scontrol", "requeue", app_id], check=True, timeout=WITHIN)
-        self.until(lambda: self.slurm_state(app_id) == "PENDING", "the queue", handle)
-        assert self.status(handle).state is AppState.PENDING
+        with self.preempting():
+            self.until(lambda: self.slurm_state(app_id) == "PENDING", "the queue", handle)
+            assert self.status(handle).state is AppState.PENDING
         # Slurm would hold it for two minutes.
         subprocess.run(["scontrol", "update", f"JobId={app_id}", "StartTime=now+3"], check=True, timeout=WITHIN)
 

@@ -58,14 +58,9 @@ def put_back(jobs: Sequence[Job]) -> None:
 
 
 def preempt(jobs: Sequence[Job]) -> None:
-    nodes = len(jobs[0].place.cluster.nodes)
-    words = ["sbatch", "--parsable", "-p", "urgent", "--exclusive", f"-N{nodes}", "-o", "/dev/null", "--wrap=sleep 900"]
-    urgent = subprocess.run(words, capture_output=True, text=True, check=True, timeout=WITHIN).stdout.strip()
-    try:
+    with jobs[0].place.preempting():
         for job in jobs:
             job.until_queued()
-    finally:
-        subprocess.run(["scancel", urgent], check=True, timeout=WITHIN)
 
 
 def cancel_save(jobs: Sequence[Job]) -> None:
