@@ -242,8 +242,8 @@ _READ_LOGS = """if True:
         print(*(next(log) for log in opened), sep="")
         sys.exit()
     jobs.opened = lambda _: contextlib.nullcontext(scheduler)
-    names = ("role", "rank", "since", "tail", "timestamps", "follow", "json")
-    logs.run(argparse.Namespace(handle="monarch_local://torchx/a", **dict.fromkeys(names)))
+    names = ("rank", "since", "tail", "timestamps", "follow", "json")
+    logs.run(argparse.Namespace(handle="monarch_local://torchx/a", role="", **dict.fromkeys(names)))
 """
 
 
