@@ -211,11 +211,14 @@ def seconds_awaited(calls: Iterable[GroupCalls]) -> dict[int, float]:
         for host in hosts:
             for number, waited in zip(host.waiting, host.waited, strict=True):
                 waits[number] = max(waits.get(number, 0.0), waited)
-        for number, waited in waits.items():  # ranks of a group wait in few different collectives
-            for host in hosts:
-                for rank, enqueued in zip(host.ranks, host.enqueued, strict=True):
-                    if number > enqueued:
-                        found[rank] = max(found.get(rank, 0.0), waited)
+        last = max(waits, default=0)
+        for host in hosts:
+            if min(host.enqueued) >= last:  # nearly all
+                continue
+            for rank, enqueued in zip(host.ranks, host.enqueued, strict=True):
+                longest = max((waited for number, waited in waits.items() if number > enqueued), default=0.0)
+                if longest:
+                    found[rank] = max(found.get(rank, 0.0), longest)
     return found
 
 
