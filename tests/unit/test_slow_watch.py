@@ -93,6 +93,7 @@ class Hosts:
 def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("_EVERY", "_EVERY_SUSPECTED", "FIRST_PACE", "_ROUND_EVERY"):
         monkeypatch.setattr(slow_watch, name, 0.01)
+    monkeypatch.setattr(slow_watch, "_ROUNDS_TIMEOUT", WITHIN)
     monkeypatch.setattr(hang_watch, "FIRST_PACE", 0.01)
     monkeypatch.setattr(slow_watch, "_HOSTS_A_SECOND", 1 << 20)
     yield
@@ -139,6 +140,17 @@ def test_a_verdict_is_reported_once_and_its_end_too_and_the_hook_gets_it(tmp_pat
     assert hosts.reporter.notes[1][1].startswith("slow no more: rank 1 (n1); ")
     found = json.loads(told.read_text())
     assert (found["id"], found["kind"], found["path"], found["message"]) == ("job-1", "file", "/mnt/x", line)
+
+
+def test_a_rank_that_answers_slowly_is_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_watch, "_ROUNDS_TIMEOUT", 0.0)  # a round takes longer
+
+    async def steps(hosts: Hosts, watch: HangWatch) -> None:
+        hosts.slows = True
+        await until_async(lambda: hosts.reporter.notes, "the verdict")
+
+    hosts = watched(HostSpec(hang_after=0.0), steps)
+    assert len(hosts.asked) - looks(hosts) == 2 * 3
 
 
 def test_stacks_are_taken_at_irregular_times_that_are_no_multiple_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

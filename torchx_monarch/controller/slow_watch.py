@@ -56,6 +56,9 @@ _ROUNDS = 15
 _ROUND_EVERY = 0.06
 """Mean seconds between two rounds. They differ: at multiples of the seconds of a step a rank is always at one place."""
 
+_ROUNDS_TIMEOUT = 1.5
+"""Seconds after which no round begins: a rank that has hardly any processor would do nothing else."""
+
 _STACKS_TIMEOUT = 2.0
 
 _MAX_STACKS = 2
@@ -146,11 +149,14 @@ class SlowWatch:
             answers, _ = await self._hosts.collect(TakeStacks(rank, save_as=""), _STACKS_TIMEOUT, [rank])
             return [stacks for found in answers.values() for shared in found for stacks in shared.each_process()]
 
+        began = time.monotonic()
         for _ in range(_ROUNDS):
             taken = await asyncio.gather(*map(take, (*suspects, *others)))
             self._own += map(activity, filter(None, taken[: len(suspects)]))
             self._theirs += map(activity, filter(None, taken[len(suspects) :]))
             await asyncio.sleep(_ROUND_EVERY * random.uniform(0.5, 1.5))
+            if time.monotonic() - began > _ROUNDS_TIMEOUT:
+                return
 
     def _report(self, suspect: Suspect, hosts: Mapping[int, int]) -> None:
         attempt = self._members.attempt
