@@ -52,6 +52,7 @@ class Hosts:
 
     Attributes:
         slows: whether it does: half of them, and at the second look nearly all.
+        starves: whether it waits for a processor for half of the time.
         missing: why hosts do not answer, by replica.
         frames: where it is.
     """
@@ -61,11 +62,11 @@ class Hosts:
         self.members = members(3, host(0), host(1), host(2))
         self.gatherer = HostGatherer(NodeRange(2, 2, 1.0, spares=1), self.members, self.reporter, 3)
         self.members.form([host_ for host_ in self.members.able if host_.replica < 2])
-        self.slows, self._slow_looks = False, 0
+        self.slows, self.starves, self._slow_looks = False, False, 0
         self.missing: dict[int, str] = {}
         self.asked: list[Request[Any]] = []
         self.wait, self.frames = KernelWait("D", "read", "/mnt/x"), (Frame("/p/train.py", 3, "main"),)
-        self._steps, self._last = [0.0, 0.0], time.monotonic()
+        self._steps, self._waited, self._last = [0.0, 0.0], 0.0, time.monotonic()
 
     async def collect(
         self, request: Request[Any], timeout: float = 0.0, ranks: list[int] | None = None
@@ -80,11 +81,13 @@ class Hosts:
         assert isinstance(request, ReadCollectives)
         seconds, self._last = time.monotonic() - self._last, time.monotonic()
         self._slow_looks = self._slow_looks + 1 if self.slows else 0
+        self._waited += seconds / 2 if self.starves else 0.0
         slower = {0: 1.0, 2: 0.85}.get(self._slow_looks, 0.5)
         for rank in range(2):
             self._steps[rank] += 10000 * seconds * (slower if rank else 1)
         paces = {
-            replica: HostPace(time.time(), (RankPace(replica, int(self._steps[replica])),)) for replica in range(2)
+            replica: HostPace(time.time(), (RankPace(replica, int(self._steps[replica]), self._waited * replica),))
+            for replica in range(2)
         }
         return {replica: HostCollectives(0.0, pace=pace) for replica, pace in paces.items()}, self.missing
 
@@ -93,7 +96,6 @@ class Hosts:
 def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("_EVERY", "_EVERY_SUSPECTED", "FIRST_PACE", "_ROUND_EVERY"):
         monkeypatch.setattr(slow_watch, name, 0.01)
-    monkeypatch.setattr(slow_watch, "_ROUNDS_TIMEOUT", WITHIN)
     monkeypatch.setattr(hang_watch, "FIRST_PACE", 0.01)
     monkeypatch.setattr(slow_watch, "_HOSTS_A_SECOND", 1 << 20)
     yield
@@ -142,15 +144,15 @@ def test_a_verdict_is_reported_once_and_its_end_too_and_the_hook_gets_it(tmp_pat
     assert (found["id"], found["kind"], found["path"], found["message"]) == ("job-1", "file", "/mnt/x", line)
 
 
-def test_a_rank_that_answers_slowly_is_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_watch, "_ROUNDS_TIMEOUT", 0.0)  # a round takes longer
-
+def test_no_stacks_are_taken_of_a_rank_that_has_hardly_any_processor() -> None:
     async def steps(hosts: Hosts, watch: HangWatch) -> None:
+        hosts.starves = True
+        await until_async(lambda: looks(hosts) > 3, "looks")
         hosts.slows = True
         await until_async(lambda: hosts.reporter.notes, "the verdict")
 
     hosts = watched(HostSpec(hang_after=0.0), steps)
-    assert len(hosts.asked) - looks(hosts) == 2 * 3
+    assert len(hosts.asked) == looks(hosts) and ", waiting for a processor; " in hosts.reporter.notes[0][1]
 
 
 def test_stacks_are_taken_at_irregular_times_that_are_no_multiple_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from torchx_monarch.insight.pace import (
     share_now,
     with_clock,
 )
-from torchx_monarch.insight.slowness import MACHINE_KINDS, Activity, Slowness, activity, explain
+from torchx_monarch.insight.slowness import MACHINE_KINDS, Activity, Slowness, activity, explain, lacks_processor
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.insight.summary import show_duration
 
@@ -55,9 +55,6 @@ _TOO_OLD = 10
 _ROUNDS = 15
 _ROUND_EVERY = 0.06
 """Mean seconds between two rounds. They differ: at multiples of the seconds of a step a rank is always at one place."""
-
-_ROUNDS_TIMEOUT = 1.5
-"""Seconds after which no round begins: a rank that has hardly any processor would do nothing else."""
 
 _STACKS_TIMEOUT = 2.0
 
@@ -127,7 +124,9 @@ class SlowWatch:
         suspect = slow or suspect
         if suspect.ranks != self._suspected or self._suspicions == 1:
             self._suspected, self._own, self._theirs = suspect.ranks, [], []
-        if slow is None or not self._own:
+        # To take stacks of a rank that has hardly any processor would slow it more, and tell nothing.
+        has_processor = not lacks_processor(suspect, self._paces, IN_A_ROW if slow else self._suspicions)
+        if has_processor and (slow is None or not self._own):
             await self._take_stacks(suspect, pace)
         if slow is not None:
             self._report(slow, hosts)
@@ -149,14 +148,11 @@ class SlowWatch:
             answers, _ = await self._hosts.collect(TakeStacks(rank, save_as=""), _STACKS_TIMEOUT, [rank])
             return [stacks for found in answers.values() for shared in found for stacks in shared.each_process()]
 
-        began = time.monotonic()
         for _ in range(_ROUNDS):
             taken = await asyncio.gather(*map(take, (*suspects, *others)))
             self._own += map(activity, filter(None, taken[: len(suspects)]))
             self._theirs += map(activity, filter(None, taken[len(suspects) :]))
             await asyncio.sleep(_ROUND_EVERY * random.uniform(0.5, 1.5))
-            if time.monotonic() - began > _ROUNDS_TIMEOUT:
-                return
 
     def _report(self, suspect: Suspect, hosts: Mapping[int, int]) -> None:
         attempt = self._members.attempt

@@ -147,7 +147,7 @@ def explain(
     place, path = places.most_common(1)[0][0] if places else ("", "")
     if kind is Kind.COLLECTIVE and len(set(hosts.values())) > 1:
         kind = Kind.NETWORK  # a rank that is late though it is in a collective like the others gets its data later
-    if _lacks_processor(suspect, paces):
+    if lacks_processor(suspect, paces):
         kind, place, path = Kind.PROCESSOR, "", ""
     behind = suspect.share / max(0.01, 1 - suspect.share)
     whole_host = suspect.replica is not None
@@ -160,9 +160,12 @@ def _part(activities: Sequence[Activity], kind: Kind) -> float:
     return mean(float(activity.kind is kind) for activity in activities)
 
 
-def _lacks_processor(suspect: Suspect, paces: Sequence[Pace]) -> bool:
-    """Return whether ranks wait longer for a processor than others, or than before, by much of what they lose."""
-    last, past = paces[-IN_A_ROW:], paces[:-IN_A_ROW]
+def lacks_processor(suspect: Suspect, paces: Sequence[Pace], in_a_row: int = IN_A_ROW) -> bool:
+    """Return whether ranks waited longer for a processor in the last paces than others, or than before.
+
+    It must be much of what they lose.
+    """
+    last, past = paces[-in_a_row:], paces[:-in_a_row]
 
     def waits_of(paces: Sequence[Pace], ranks: Iterable[int]) -> float:
         return mean(pace.waits.get(rank, 0.0) for rank in ranks for pace in paces)
