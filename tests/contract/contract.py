@@ -838,7 +838,11 @@ def _read(place: Place, states: Mapping[str, AppState]) -> None:
             assert reader.describe(handle) is not None
             for role in status.roles if state is not AppState.PENDING else ():
                 list(reader.log_lines(handle, role.role, 0))
-        assert states.keys() <= {entry.app_handle for entry in reader.list(place.name, cfg=place.list_cfg)}
+
+        def are_listed() -> bool:  # TorchX's slurm lists from Slurm's accounting, which learns of a job later
+            return states.keys() <= {entry.app_handle for entry in reader.list(place.name, cfg=place.list_cfg)}
+
+        until(are_listed, "the list", WITHIN, every=1.0)
     assert changes == []
     if is_listed:
         place.torchx(*words)
