@@ -20,7 +20,7 @@ from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.log_lines import is_terminal
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.schedulers.job_status import JobStatus, build
-from torchx_monarch.schedulers.monarch import MonarchScheduler, opened, scheduler_of
+from torchx_monarch.schedulers.monarch import MonarchScheduler, opened
 from torchx_monarch.schedulers.recorded_apps import LOCAL, RecordedApp, recorded_apps
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -104,16 +104,12 @@ def used_schedulers(only: str | None = None) -> Iterator[tuple[str, MonarchSched
     """Yield each scheduler that was used from this machine, or one alone; say which cannot be used now."""
     for name in [only] if only else sorted({app.scheduler for app in recorded_apps()}):
         try:
-            scheduler = scheduler_of(name)
+            with opened(name) as scheduler:
+                yield name, scheduler
         except (BackendError, UserError) as error:  # such as one that another folder's .torchxconfig has wrapped
             if only:
                 raise
             say(f"{name} is left out: {one_line(str(error), 160)}")
-            continue
-        try:
-            yield name, scheduler
-        finally:
-            scheduler.inner.close()
 
 
 def _print(jobs: Sequence[JobStatus]) -> None:
