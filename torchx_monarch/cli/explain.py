@@ -135,10 +135,10 @@ def explain(job: JobReader, facts: JobFacts) -> Explanation:
             next=[*status.next] or [f"torchx monarch {word} {status.handle}" for word in ("top", "stacks", "logs")],
         )
 
-    limit = _MAX_SECTION
-    while len(json.dumps(dataclasses.asdict(within(limit)), indent=1)) > _MAX_SIZE and limit > 100:
-        limit //= 2
-    return within(limit)
+    found = within(limit := _MAX_SECTION)
+    while len(json.dumps(dataclasses.asdict(found), indent=1)) > _MAX_SIZE and limit > 100:
+        found = within(limit := limit // 2)
+    return found
 
 
 def _crash(output: str) -> str:
