@@ -137,10 +137,12 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         except (MalformedAppHandleException, UnknownSchedulerException) as error:
             say(f"{error}. `torchx monarch ls` lists what there is.")
             sys.exit(exit_codes.USAGE)
-        except (TorchXMonarchError, InvalidRunConfigException) as error:
+        except (UserError, InvalidRunConfigException) as error:
             say(str(error))
-            is_unavailable = not isinstance(error, (UserError, InvalidRunConfigException))
-            sys.exit(getattr(error, "exit_code", exit_codes.UNAVAILABLE if is_unavailable else exit_codes.USAGE))
+            sys.exit(exit_codes.USAGE)
+        except TorchXMonarchError as error:
+            say(str(error))
+            sys.exit(getattr(error, "exit_code", exit_codes.UNAVAILABLE))
         except OSError as error:  # of stdout: nobody reads it any more (a run continues on the hosts), or a full disk
             if error.filename is not None or error.errno not in _OF_OUTPUT:
                 raise
