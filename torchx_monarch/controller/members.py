@@ -182,8 +182,8 @@ class Attempt:
                     ended.code,
                     ended.started,
                     ended.time,
-                    ended.code != 0 and ended is not cause and (not ended.failed or ended.is_collateral),
-                    ended.grouped,
+                    secondary=ended.code != 0 and ended is not cause and (not ended.failed or ended.is_collateral),
+                    grouped=ended.grouped,
                 )
                 for rank, ended in sorted(self.exits.items())
             ]

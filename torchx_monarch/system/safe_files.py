@@ -228,6 +228,7 @@ def write_into_reserve(reserve: str, path: str, data: bytes) -> None:
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all bytes to a file; raise ``OSError`` if there is no room, where ``console.write_all`` returns False."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
