@@ -127,7 +127,7 @@ def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) 
     assert samples[0].last_line.startswith("loss \\x1b[31m0 xxx") and len(samples[0].last_line) == 200
     calls: dict[int, GroupCalls] = {}
 
-    def are_known() -> bool:  # as above, a rank may answer too late
+    def are_known() -> bool:  # on a busy machine a rank may answer too late
         calls.clear()
         calls.update((rank, found) for found in ask_samples(hosts.client)[0].calls for rank in found.ranks)
         return {0, 3} <= calls.keys()
