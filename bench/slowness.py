@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Jobs that are slowed on purpose, and clean ones: ``python bench/slowness.py [--injected N] [--clean N] [--seed S]``.
 
-Each job trains on the digits of scikit-learn (PROGRAMS), on two hosts of this machine with two ranks each. At a random
-moment one rank is slowed in a random way (KINDS) by a random factor, until the job has given its verdict, or for half a
-minute. Printed are a line for each job, with the load of the machine, and of all jobs: verdicts with the right rank and
-kind, the seconds from the onset to the verdict, and false alarms, which are verdicts on clean jobs and those before the
-onset. ``--cost N`` compares the steps per second of N clean jobs with those of N jobs whose watch is off, by turns.
+Each job trains on the digits of scikit-learn (PROGRAMS), on two hosts with two ranks each, which stay for all jobs. At
+a random moment one rank is slowed in a random way (KINDS) by a random factor, until the job has given its verdict, or
+for half a minute. Printed are a line for each job, with the load of the machine, and of all jobs: verdicts with the
+right rank and kind, the seconds from the onset to the verdict, and false alarms, which are verdicts on clean jobs and
+those before the onset. A job whose steps did not become longer by MIN_EFFECT, such as by a quota that a rank does not
+need, was not slow; it is counted apart. ``--cost N`` compares the steps per second of N clean jobs with those of N jobs
+whose watch is off, by turns.
 
 Kinds with a cgroup need root and version 1 of cgroups, a FUSE folder needs mfusepy and libfuse, programs of Hugging
 Face and Lightning need these packages. Without them they are left out. On a machine that others use a clean job can be
@@ -18,6 +20,7 @@ import argparse
 import fcntl
 import importlib.util
 import json
+import math
 import os
 import random
 import signal
@@ -44,7 +47,8 @@ import torchx_monarch
 
 FOLDER, PROGRAM, RANK = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
 torch.set_num_threads(1)
-lock, block, times = threading.Lock(), mmap.mmap(-1, 1 << 16), []
+lock, block = threading.Lock(), mmap.mmap(-1, 1 << 16)
+times = open(f"{FOLDER}/times", "w") if RANK == 0 else None
 
 def hold(seconds):
     while True:
@@ -100,10 +104,8 @@ def ends_after(step, loss):
     time.sleep(0.03)  # as if an accelerator computed
     if PROGRAM != "silent":
         torchx_monarch.progress(step, loss=loss)
-    times.append(time.time())
-    if RANK == 0 and step == 40:
-        with open(f"{FOLDER}/step", "w") as file:
-            file.write(str((times[40] - times[20]) / 20))
+    if RANK == 0:
+        print(time.time(), file=times, flush=True)
     end = torch.tensor([float(os.path.exists(f"{FOLDER}/end"))])
     dist.all_reduce(end)
     return bool(end.item())
@@ -164,10 +166,6 @@ def lightning(model):
 
 layers = [torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)]
 {"trainer": trainer, "lightning": lightning}.get(PROGRAM, own_loop)(torch.nn.Sequential(*layers))
-if RANK == 0:
-    done = [at for at in times if at > times[-1] - 20]
-    with open(f"{FOLDER}/speed", "w") as file:
-        file.write(str((len(done) - 1) / (done[-1] - done[0])))
 """
 
 PROGRAMS = {"digits": "torch", "fsdp2": "torch", "silent": "torch", "trainer": "transformers", "lightning": "lightning"}
@@ -207,48 +205,72 @@ mfusepy.FUSE(Slow(), sys.argv[1], foreground=True)
 
 HOSTS, NPROC = 2, 2
 PATIENCE = 30.0
+MIN_EFFECT = 1.25
+"""How many times as long as before a step takes if others wait for a rank in a fifth of the time, which is slow."""
+
+
+@contextmanager
+def kept_hosts(environ: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Have hosts for all jobs; yield the environment for commands that use them, with their handle as ``HOSTS``."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="sl") as folder:
+        environ = {**os.environ, **environ, "MONARCH_STATE_DIR": f"{folder}/state", "TMPDIR": folder}
+        words = ["torchx", "run", "-s", "monarch_local", "monarch.hosts", "-j", f"{HOSTS}x{NPROC}"]
+        shown = subprocess.run(words, env=environ, capture_output=True, text=True, cwd=folder, check=True)
+        environ["HOSTS"] = shown.stdout.split()[0]
+        try:
+            yield environ
+        finally:
+            subprocess.run(["torchx", "cancel", environ["HOSTS"]], env=environ, capture_output=True, check=True)
 
 
 class Job:
-    """A job of the program."""
+    """A job of the program, on hosts that are there."""
 
     def __init__(self, folder: Path, program: str, environ: dict[str, str]) -> None:
         self.folder = folder
+        self._hosts = Path(environ["MONARCH_STATE_DIR"], "apps", environ["HOSTS"].rpartition("/")[2])
+        self._since = time.time()
         (folder / "program.py").write_text(PROGRAM)
-        words = ["torchx", "run", "-s", "monarch_local", "--wait", "monarch.spmd", "-j", f"{HOSTS}x{NPROC}"]
-        words += [str(folder / "program.py"), str(folder), program]
-        environ = {**os.environ, **environ, "MONARCH_STATE_DIR": str(folder / "state"), "TMPDIR": str(folder)}
+        words = ["torchx", "run", "-s", "monarch_local", "-cfg", f"on={environ['HOSTS']}", "--wait", "monarch.spmd"]
+        words += ["-j", f"{HOSTS}x{NPROC}", str(folder / "program.py"), str(folder), program]
         with open(folder / "output", "w") as output:
             self.process = subprocess.Popen(words, env=environ, stdout=output, stderr=output, cwd=folder)
 
-    def events(self) -> list[dict[str, Any]]:
-        paths = [*self.folder.glob("state/apps/*/events.jsonl")]
-        return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    def verdicts(self) -> list[dict[str, Any]]:
+        events = map(json.loads, (self._hosts / "events.jsonl").read_text().splitlines())
+        return [event for event in events if event["kind"] == "slow" and event["time"] > self._since]
 
     def pid(self, rank: int) -> int:
-        """Return the process of a rank, once it has begun to train; 0 before."""
-        for path in self.folder.glob("state/apps/*/attempts/*.jsonl"):
-            for line in path.read_text().splitlines():
-                for host in json.loads(line).get("hosts", ()):
-                    if 0 <= rank - host["first_rank"] < len(host["pids"]):
-                        return int(host["pids"][rank - host["first_rank"]])
-        return 0
+        """Return the process of a rank in the newest attempt on the hosts."""
+        newest = max((self._hosts / "attempts").iterdir(), key=lambda path: path.name)
+        hosts = [host for line in newest.read_text().splitlines() for host in json.loads(line).get("hosts", ())]
+        return int(next(host["pids"] for host in hosts if host["first_rank"] == rank - rank % NPROC)[rank % NPROC])
+
+    def times(self) -> list[float]:
+        """Return when steps were done."""
+        path = self.folder / "times"
+        return [float(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
     def step(self) -> float:
         """Return the seconds of a step, once some were done."""
         deadline = time.monotonic() + 180
         while time.monotonic() < deadline and self.process.poll() is None:
-            if text := (self.folder / "step").read_text() if (self.folder / "step").exists() else "":
-                return float(text)
+            if len(times := self.times()) > 40:
+                return (times[40] - times[20]) / 20
             time.sleep(0.2)
         sys.exit((self.folder / "output").read_text())
 
-    def end(self) -> float:
-        """End the program; return its steps per second."""
+    def end(self) -> None:
+        """End the program."""
         (self.folder / "end").touch()
         if self.process.wait(120):
             sys.exit((self.folder / "output").read_text())
-        return float((self.folder / "speed").read_text())
+
+
+def pace(times: list[float], since: float, until: float) -> float:
+    """Return the mean seconds of the steps that were done in a span of time; infinite if there were too few."""
+    done = [at for at in times if since <= at <= until]
+    return (done[-1] - done[0]) / (len(done) - 1) if len(done) > 1 else math.inf
 
 
 @contextmanager
@@ -360,31 +382,32 @@ def _processor_seconds(pid: int) -> float:
     return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])) / 100
 
 
-def trial(choice: random.Random, injects: bool, programs: list[str], kinds: list[str], runs: float) -> dict[str, Any]:
-    """Run a job; return what has been injected, and the verdicts."""
+def trial(
+    choice: random.Random, injects: bool, programs: list[str], kinds: list[str], runs: float, environ: dict[str, str]
+) -> dict[str, Any]:
+    """Run a job; return what has been injected, and the first verdict."""
     program, kind, rank = choice.choice(programs), choice.choice(kinds), choice.randrange(HOSTS * NPROC)
     onset, factor = choice.uniform(5, 15), choice.uniform(0.5, 2.5)
+    told: dict[str, Any] = {"program": program, "kind": kind if injects else "", "rank": rank}
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="sl") as folder:
-        job = Job(Path(folder), program, {})
+        job = Job(Path(folder), program, environ)
         step = job.step()
         time.sleep(onset if injects else runs)
-        at, found = time.time(), []
+        at, verdicts = time.time(), []
         if injects:
             with slowed(job, kind, rank, step, factor):
                 at = time.time()
-                while time.time() < at + PATIENCE:
+                while not (verdicts := job.verdicts()) and time.time() < at + PATIENCE:
                     time.sleep(0.3)
-                    found = [event for event in job.events() if event["kind"] == "slow"]
-                    if found:
-                        break
+                effect = pace(job.times(), at, time.time()) / pace(job.times(), at - onset, at)
                 job.process.send_signal(signal.SIGINT)
                 job.process.wait(120)
+                told |= {"factor": round(factor, 2), "effect": round(min(effect, 99.0), 2)}
         else:
             job.end()
-            found = [event for event in job.events() if event["kind"] == "slow"]
-    told = {"program": program, "kind": kind if injects else "", "rank": rank, "factor": round(factor, 2)}
+            verdicts = job.verdicts()
     told |= {"load": round(os.getloadavg()[0], 1), "step": round(step, 3)}
-    for event in found[:1]:
+    for event in verdicts[:1]:
         told.update(after=round(event["time"] - at, 1), found=event["slowness"], message=event["message"])
     return told
 
@@ -408,12 +431,16 @@ def cost(jobs: int) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="sl") as customized:
         patch = "import torchx_monarch.controller.slow_watch as watch\nwatch.FIRST_PACE = 1e9\n"
         Path(customized, "sitecustomize.py").write_text(patch)
-        for _ in range(jobs):
-            for variant in speeds:
-                with tempfile.TemporaryDirectory(dir="/tmp", prefix="sl") as folder:
-                    job = Job(Path(folder), "digits", {"PYTHONPATH": customized} if variant == "off" else {})
-                    time.sleep(45)
-                    speeds[variant].append(job.end())
+        with kept_hosts({}) as on, kept_hosts({"PYTHONPATH": customized}) as off:
+            for _ in range(jobs):
+                for variant, environ in (("on", on), ("off", off)):
+                    with tempfile.TemporaryDirectory(dir="/tmp", prefix="sl") as folder:
+                        job = Job(Path(folder), "digits", environ)
+                        job.step()
+                        time.sleep(30)
+                        now = time.time()
+                        speeds[variant].append(1 / pace(job.times(), now - 20, now))
+                        job.end()
     for variant, found in speeds.items():
         print(f"watch {variant}: {spread(found, 2)} steps a second")
     ratio = statistics.median(speeds["off"]) / statistics.median(speeds["on"])
@@ -436,16 +463,18 @@ def main() -> None:
     kinds = args.kind or [kind for kind in KINDS if can.get(kind, True)]
     programs = args.program or [name for name, module in PROGRAMS.items() if importlib.util.find_spec(module)]
     choice, told = random.Random(args.seed), list[dict[str, Any]]()
-    for injects in by_turns(args.injected, args.clean):
-        told.append(trial(random.Random(choice.random()), injects, programs, kinds, args.clean_seconds))
-        print(json.dumps(told[-1]), flush=True)
-    injected = [job for job in told if job["kind"]]
+    with kept_hosts({}) as environ:
+        for injects in by_turns(args.injected, args.clean):
+            told.append(trial(random.Random(choice.random()), injects, programs, kinds, args.clean_seconds, environ))
+            print(json.dumps(told[-1]), flush=True)
+    injected = [job for job in told if job["kind"] and job["effect"] >= MIN_EFFECT]
     if injected:
         within = [job for job in injected if is_right(job) and job["after"] <= 15]
         ranks = [job for job in injected if is_right(job, kind=False)]
         print(
             f"injected {len(injected)}: right rank {len(ranks)}, rank and kind {sum(map(is_right, injected))}, "
-            f"of these within 15 s {len(within)}; before the onset {sum(job.get('after', 0) < 0 for job in injected)}"
+            f"of these within 15 s {len(within)}; before the onset {sum(job.get('after', 0) < 0 for job in injected)}; "
+            f"not slowed {sum(bool(job['kind']) for job in told) - len(injected)}"
         )
         if ranks:
             print(f"seconds to the verdict: {spread([job['after'] for job in ranks], 1)}")
