@@ -113,7 +113,6 @@ def ends_after(step, loss):
 def own_loop(model):
     dist.init_process_group("gloo")
     if PROGRAM == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
         for layer in (model[0], model[2], model):
             fully_shard(layer)
     else:
@@ -128,7 +127,6 @@ def own_loop(model):
             break
 
 def trainer(model):
-    from transformers import Trainer, TrainerCallback, TrainingArguments
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -144,8 +142,7 @@ def trainer(model):
     arguments = TrainingArguments(FOLDER, **options)
     Trainer(Model(), arguments, data_collator=collate, train_dataset=Digits(), callbacks=[Ends()]).train()
 
-def lightning(model):
-    import lightning
+def lightning_loop(model):
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
@@ -165,10 +162,16 @@ def lightning(model):
     runs.fit(Module(), DataLoader(Digits(), batch_size=None))
 
 layers = [torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)]
-{"trainer": trainer, "lightning": lightning}.get(PROGRAM, own_loop)(torch.nn.Sequential(*layers))
+{"trainer": trainer, "lightning": lightning_loop}.get(PROGRAM, own_loop)(torch.nn.Sequential(*layers))
 """
 
-PROGRAMS = {"digits": "torch", "fsdp2": "torch", "silent": "torch", "trainer": "transformers", "lightning": "lightning"}
+PROGRAMS = {
+    "digits": "import torch",
+    "fsdp2": "from torch.distributed.fsdp import fully_shard",
+    "silent": "import torch",
+    "trainer": "from transformers import Trainer, TrainerCallback, TrainingArguments",
+    "lightning": "import lightning",
+}
 """DistributedDataParallel, FSDP2, a program that reports no steps, and loops of libraries; and what each imports."""
 
 KINDS = {
@@ -230,7 +233,7 @@ class Job:
         self.folder = folder
         self._hosts = Path(environ["MONARCH_STATE_DIR"], "apps", environ["HOSTS"].rpartition("/")[2])
         self._since = time.time()
-        (folder / "program.py").write_text(PROGRAM)
+        (folder / "program.py").write_text(f"{PROGRAMS[program]}\n{PROGRAM}")
         words = ["torchx", "run", "-s", "monarch_local", "-cfg", f"on={environ['HOSTS']}", "--wait", "monarch.spmd"]
         words += ["-j", f"{HOSTS}x{NPROC}", str(folder / "program.py"), str(folder), program]
         with open(folder / "output", "w") as output:
@@ -449,6 +452,7 @@ def cost(jobs: int) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell in the background ignores
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the hosts end, too
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--injected", type=int, default=20)
     parser.add_argument("--clean", type=int, default=20)
@@ -461,7 +465,7 @@ def main() -> None:
     can = {kind: os.access(cgroup / "cgroup.procs", os.W_OK) for kind, cgroup in CGROUPS.items()}
     can["fuse"] = importlib.util.find_spec("mfusepy") is not None and os.access("/dev/fuse", os.W_OK)
     kinds = args.kind or [kind for kind in KINDS if can.get(kind, True)]
-    programs = args.program or [name for name, module in PROGRAMS.items() if importlib.util.find_spec(module)]
+    programs = args.program or [name for name, text in PROGRAMS.items() if importlib.util.find_spec(text.split()[1])]
     choice, told = random.Random(args.seed), list[dict[str, Any]]()
     with kept_hosts({}) as environ:
         for injects in by_turns(args.injected, args.clean):
