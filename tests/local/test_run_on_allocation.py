@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -62,12 +63,22 @@ def test_jobs_run_on_hosts_that_are_there_one_after_the_other(
             done = run_torchx("cancel", "--save", handle)
             assert done.returncode == 64 and "has no ranks of its own that could save" in done.stderr
         assert [run["state"] for run in job.runs()][0] == "running"
+        assert "ranks 0-1: main thread" in run_torchx("monarch", "stacks", waits).stdout
+        status = json.loads(run_torchx("monarch", "status", "--json", waits).stdout)
+        assert (status["phase"], status["attempt"], status["ranks"]) == ("running", 1, 2)
+        assert [rank["state"] for rank in status["activity"]] == ["running"] * 2
+        status = json.loads(run_torchx("monarch", "status", "--json", queued).stdout)
+        assert (status["phase"], status["activity"], status["silent"]) == ("queued", None, None)
+        stacks = run_torchx("monarch", "stacks", queued)
+        assert stacks.returncode and f"{queued} waits for its turn on {hosts}, which has run 1 now" in stacks.stderr
         runner.cancel(waits)
         states = {name: ended(handle) for name, handle in (("waits", waits), ("queued", queued), ("fails", fails))}
         assert states == {"waits": AppState.CANCELLED, "queued": AppState.SUCCEEDED, "fails": AppState.FAILED}
         assert ended(retried) == AppState.SUCCEEDED
-        lines = [line.strip() for line in runner.log_lines(queued, "train") if "works" in line]
-        assert lines == ["['works'] a b 2"] * 2
+        lines = [line.strip() for line in runner.log_lines(queued, "train")]
+        assert lines.count("['works'] a b 2") == 2
+        assert [line for line in lines if line.startswith("[monarch] run 2: torchrun --nnodes 2")]
+        assert [*runner.log_lines(queued, "train", 1)] == []
         status = run_torchx("monarch", "status", fails)
         for text in ("FAILED", "rank 1 (", "ValueError: planted", "2x1 (world size 2)", f"{path}, line"):
             assert text in status.stdout, status.stdout

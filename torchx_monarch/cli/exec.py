@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ from torchx_monarch.client.run import Collector, Records, collect_with_interrupt
 from torchx_monarch.client.run_options import RunOptions, run_request, send_code
 from torchx_monarch.client.workspace_sync import SyncMode, current_workspace
 from torchx_monarch.exceptions import AllocationError
+from torchx_monarch.insight import events
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.system.error_files import write_for_caller
@@ -201,7 +203,10 @@ def stream_and_exit(
             lambda text: _print({"type": "phase", "text": text}),
         )
     else:
-        collector = Collector("stream", say if verbose else None)
+        events_path = os.environ.get("MONARCH_EVENTS") if ends else None
+        # Those of the job whose process this is (schedulers.run_on_allocation).
+        on_event = functools.partial(events.append, events_path) if events_path else None
+        collector = Collector("stream", say if verbose else None, on_event=on_event)
     try:
         result = collect_with_interrupts(hosts, records, collector) if ends else collector.collect(records)
     except KeyboardInterrupt as error:

@@ -127,8 +127,9 @@ class JobReader:
         """Return the facts with what the ranks do, and with when one of them has printed something last."""
         if not (role := self._asked_role(facts.app)) or facts.status.phase == "queued":
             return facts
-        self.hosts = self.hosts or Hosts(self.handle, role, self.address)
         try:
+            if self.hosts is None or self.hosts.handle != self.handle:  # hosts of an allocation may have another run
+                self.hosts = Hosts.of_ranks(self.handle, role, self.address)
             activity, missing = self._ask_ranks(self.hosts, pause)
         except (*NO_ANSWER, AllocationError) as error:
             return replace(facts, problem=str(error), status=replace(facts.status, silent=_silent(facts, role)))
@@ -164,7 +165,7 @@ class JobReader:
         return Target.from_handle(self.handle, role, self.address if role == self._asked_role(app) else "")
 
     def _asked_role(self, app: AppSnapshot) -> str:
-        with_hosts = [role.spec for role in app.roles if role.spec.runs_hosts]
+        with_hosts = [role.spec for role in app.roles if role.spec.runs_hosts or role.spec.allocation]
         first = max(with_hosts, key=lambda spec: spec.runs_ranks).name if with_hosts else ""
         return self.role or first
 

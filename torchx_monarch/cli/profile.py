@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 
 from torchx_monarch.cli import exit_codes
-from torchx_monarch.cli.arguments import add_hosts, hosts_of, rank_list, seconds
+from torchx_monarch.cli.arguments import add_hosts, hosts_of_ranks, rank_list, seconds
 from torchx_monarch.cli.output import STDOUT, print_json, write_output
 from torchx_monarch.client.hosts import say
 from torchx_monarch.client.rank_queries import ask_profiles, ask_stacks, describe_absent
@@ -49,7 +49,7 @@ def _output(path: str) -> str:
 def run(args: argparse.Namespace) -> None:
     """Write the profile; exit with ``UNAVAILABLE`` if a host or a rank has none."""
     ranks = set(itertools.chain.from_iterable(args.rank or ()))
-    hosts = hosts_of(args)
+    hosts = hosts_of_ranks(args)
     profiles, missing = ask_profiles(hosts, ranks, args.seconds, args.idle)
     found = [profile for profile in profiles if profile.samples]
     _say_missing(missing)
@@ -83,7 +83,7 @@ class CmdStacks:
 
     def run(self, args: argparse.Namespace) -> None:
         """Print the stacks; exit with ``UNAVAILABLE`` if a host has not answered, or no rank runs."""
-        hosts = hosts_of(args)
+        hosts = hosts_of_ranks(args)
         stacks, missing = ask_stacks(hosts, args.rank)
         if args.json:
             print_json({"stacks": [dataclasses.asdict(stack) for stack in stacks], "missing": missing})

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from torchx_monarch.client.connection import Connection, Target, ask
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.model.state import State
+from torchx_monarch.schedulers.recorded_apps import LOCAL
 from torchx_monarch.system.termination import closed_terminal_is_null
 
 if TYPE_CHECKING:
@@ -128,6 +129,27 @@ class Hosts:
         self._has_answered = False
         self._is_released = False  # by this client, which asks them for nothing any more
         self._app_state = _AppState()
+
+    @classmethod
+    def of_ranks(cls, handle: str, role: str = "", address: str = "") -> Hosts:
+        """Return the hosts that run the ranks of an app: its own, or those of the allocation on which it is a run.
+
+        Raises:
+            AllocationError: these do not execute that run now.
+        """
+        hosts = cls(handle, role, address)
+        found = hosts.read_app() if handle.startswith(f"{LOCAL}://") else None
+        allocation = found[0].roles[0].spec.allocation if found is not None else ""
+        if found is None or not allocation:
+            return hosts
+        from torchx_monarch.schedulers.job_status import timeline_of
+
+        own, hosts = timeline_of(*found, time.time()).spans_of("run"), cls(allocation, address=address)
+        current = hosts.ask({"type": "state"}, wait=False)["live"]["run"]
+        if not own or own[-1].number != current:
+            what = f"was run {own[-1].number} of" if own else "waits for its turn on"
+            raise AllocationError(f"{handle} {what} {allocation}, which has run {current} now")
+        return hosts
 
     def __getstate__(self) -> dict[str, Any]:
         # time.monotonic() has no meaning on another machine or after a reboot

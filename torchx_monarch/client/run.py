@@ -120,14 +120,20 @@ class Collector:
 
     Args:
         takes_values: whether to collect these; other clients that follow the run have no use for them.
+        on_event: called with each event of the run, as ``events.append`` without its path.
     """
 
     def __init__(
-        self, output: Output, on_phase: Callable[[str], None] | None = None, takes_values: bool = False
+        self,
+        output: Output,
+        on_phase: Callable[[str], None] | None = None,
+        takes_values: bool = False,
+        on_event: Callable[..., object] | None = None,
     ) -> None:
         check_output(output)
         self._output = output
         self._on_phase = on_phase
+        self._on_event = on_event
         self._takes_values = takes_values
         self._exits: dict[int, RankExit] = {}
         self._attempts = 0
@@ -145,6 +151,8 @@ class Collector:
                 self.values.setdefault(record["rank"], bytearray()).extend(base64.b64decode(record["part"]))
             elif kind == "phase" and self._on_phase is not None:
                 self._on_phase(record["text"])
+            elif kind == "event" and self._on_event is not None:
+                self._on_event(record["kind"], record["message"], seconds=record["seconds"], **record["fields"])
             elif kind == "exit":
                 exit = decode(RankExit, record["exit"], "the exit")
                 self._exits[exit.rank] = exit

@@ -11,8 +11,9 @@ Clients send these greetings to replica 0, one per connection, in addition to th
 =============  =====================================================================================================
 
 The answer to ``state`` has a further field ``live``, and ``stop`` releases the hosts. A run continues when its client
-disconnects. Its records are ``run``, ``phase``, ``output`` (of one rank), ``value`` (a part of what a function returned
-in one rank), ``attempts``, ``exit`` (one per rank of the last attempt), and finally ``result``.
+disconnects. Its records are ``run``, ``phase`` (a line of the log), ``event``, ``output`` (of one rank), ``value`` (a
+part of what a function returned in one rank), ``attempts``, ``exit`` (one per rank of the last attempt), and finally
+``result``.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ class RunQueue:
             reason = f"run {run.number} was ended by its timeout of {run.request.timeout:g} s"
             result = JobResult(TIMED_OUT, reason, stopped=True)
             run.timer = asyncio.get_running_loop().call_later(run.request.timeout, self.end_run, run, result)
-        self._reporter.echo = lambda text: run.append({"type": "phase", "text": text})
+        self._reporter.follower = run.append
         self._reporter.report("run", f"run {run.number}: {run.request.shown}", run=run.number)
         return run
 
@@ -289,14 +290,14 @@ class RunQueue:
             if member.following is not None:
                 member.following.cancel()
                 member.following = None
-        self._reporter.echo = None
+        self._reporter.follower = None
         exits = [{"type": "exit", "exit": dataclasses.asdict(attempt.exits[rank])} for rank in sorted(attempt.exits)]
         self._reporter.report("run_end", f"run {run.number} {word}: {result.reason}", run=run.number, code=result.code)
         self._end(run, result, [{"type": "attempts", "count": attempt.number + 1}, *exits])
 
     async def close(self, result: JobResult) -> None:
         """End all runs because the hosts end, and wait until the clients have received the last records."""
-        self._reporter.echo = None
+        self._reporter.follower = None
         self._result = result
         reason = f"the hosts have ended: {result.reason}"
         for run in [run for run in self._known if run.result is None]:

@@ -11,7 +11,7 @@ import os
 import stat
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchx_monarch.insight import events
 from torchx_monarch.model.host_result import KEY_VARIABLE, HostResult, signed
@@ -38,7 +38,7 @@ class Reporter:
     """Write progress lines to the host's stderr and events to the app's events file, if the backend has one.
 
     Attributes:
-        echo: also called with each line.
+        follower: also called with each line and event, as records of a run (``controller.run_queue``).
         shows_phases: whether the ends of phases are lines, too; else events alone.
 
     Args:
@@ -57,7 +57,7 @@ class Reporter:
         """The number of the file with the details of the last attempt."""
         self.rank_restarts = 0
         self._last = time.monotonic()
-        self.echo: Callable[[str], None] | None = None
+        self.follower: Callable[[dict[str, Any]], None] | None = None
         self.shows_phases = True
 
     def read_events(self) -> list[events.Event]:
@@ -72,18 +72,18 @@ class Reporter:
 
     def line(self, text: str) -> None:
         """Write a line to the log, without an event."""
-        text = one_line(text)
-        self.write_line(text)
-        if self.echo is not None:
-            self.echo(text)
+        self._show(one_line(text))
 
     def block(self, title: str, text: str) -> None:
         """Write a line and a text of several lines. Every line gets the prefix, as a rank may have written the text."""
         self.line(title)
         for line in lines(text):
-            self.write_line(f"  {line}")
-            if self.echo is not None:
-                self.echo(f"  {line}")
+            self._show(f"  {line}")
+
+    def _show(self, line: str) -> None:
+        self.write_line(line)
+        if self.follower is not None:
+            self.follower({"type": "phase", "text": line})
 
     def phase(self, kind: str, text: str, **fields: object) -> None:
         """Report the end of a phase, with the seconds since the end of the previous phase."""
@@ -159,6 +159,9 @@ class Reporter:
 
     def _event(self, kind: str, text: str, seconds: float | None, fields: dict[str, object]) -> None:
         self._append(events.append, kind, one_line(text), seconds=seconds, **{"time": time.time(), **fields})
+        if self.follower is not None:
+            event = {"kind": kind, "message": one_line(text), "seconds": seconds, "fields": fields}
+            self.follower({"type": "event", **event})
 
     def _append(self, append: Callable[..., object], *args: object, **fields: object) -> None:
         if self._events_path and self._events_writer is not None:

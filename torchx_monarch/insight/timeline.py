@@ -58,6 +58,14 @@ _BEGINS_WITHOUT_HOSTS = {
 }
 """The same of a role whose command runs by itself."""
 
+_BEGINS_ON_ALLOCATION = {
+    **_BEGINS,
+    "queued": ("submitted", "requeue", "restart"),
+    "hosts": ("job_started", "replacement"),
+    "ready": (),
+}
+"""The same of a role that is a run on the hosts of an allocation, which may have other runs before."""
+
 _OF_ATTEMPT = frozenset({"ranks", "first output", "running", "hang", "stopping"})
 """The phases of an attempt; "ranks" is the first of them."""
 
@@ -319,7 +327,7 @@ class _RoleReader:
         self._spans = spans
         self._job = spans[0]
         self._role = role
-        begins = _BEGINS if role.runs_hosts else _BEGINS_WITHOUT_HOSTS
+        begins = _BEGINS if role.runs_hosts else _BEGINS_ON_ALLOCATION if role.allocation else _BEGINS_WITHOUT_HOSTS
         self._phase_after = {kind: phase for phase, kinds in begins.items() for kind in kinds}
         self._top = self._add("role", role.name, self._job.start, self._job)
         self._view = RoleView(role.name, self._span("phase", phase, self._job.start, self._top))

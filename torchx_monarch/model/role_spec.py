@@ -114,6 +114,7 @@ class RoleSpec:
         on_end: the command to run when the job has ended, of the first role; empty for none.
         lighthouse_port: the port of torchft's lighthouse, if that is what the role runs; 0 if not.
         unwrapped: why its replicas have no host process; empty if they have one.
+        allocation: the handle of the live allocation whose hosts run its ranks; empty for hosts of its own.
     """
 
     name: str
@@ -130,6 +131,7 @@ class RoleSpec:
     lighthouse_port: int = 0
     on_end: str = ""
     unwrapped: str = ""
+    allocation: str = ""
 
     @classmethod
     def from_role(cls, role: Any, **attributes: Any) -> RoleSpec:
@@ -164,6 +166,11 @@ class RoleSpec:
     def runs_ranks(self) -> bool:
         """Whether its host processes run ranks: one of them succeeds only when all of the role do."""
         return self.workload in (WorkloadKind.RANKS, WorkloadKind.ALLOCATION)
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether it has ranks, on hosts of its own or on those of an allocation."""
+        return self.runs_ranks or bool(self.allocation)
 
     def describe_start(self) -> str:
         """Describe in one line what the backend starts for each replica."""

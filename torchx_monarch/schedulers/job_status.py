@@ -201,7 +201,7 @@ def build(
         log=(local_path(result.log) if status.state is State.FAILED else "") or logs or None,
         hint=_hint(timeline) if status.state is State.SUCCEEDED else "",
         next=_next(handle, app, status, result) if status.state.is_terminal else (),
-        phase=_phase(status, shown),
+        phase=_phase(app, status, shown),
         submitted=app.created or None,
         started=started,
         ended=ended,
@@ -247,7 +247,7 @@ def account_of(
     app: AppSnapshot, timeline: Timeline, activity: Sequence[RankView] = (), *, has_failed: bool = False
 ) -> Account | None:
     """Return the account of the first role of ranks; ``activity`` is what its ranks do."""
-    role = next((role.spec.name for role in app.roles if role.spec.runs_ranks), None)
+    role = next((role.spec.name for role in app.roles if role.spec.has_ranks), None)
     reported = (rank.progress for rank in activity if rank.progress is not None)
     present = min(reported, key=lambda progress: progress.step, default=None)
     return None if role is None else account.build(timeline, role, present, has_failed=has_failed)
@@ -300,17 +300,18 @@ def _started(app: AppSnapshot) -> float | None:
 
 def _present_role(timeline: Timeline, app: AppSnapshot) -> RoleView | None:
     """Return the role whose phase is that of the job: of those with ranks, if any, the one whose phase began last."""
-    with_ranks = {role.spec.name for role in app.roles if role.spec.runs_ranks}
+    with_ranks = {role.spec.name for role in app.roles if role.spec.has_ranks}
     roles = [role for role in timeline.roles if role.name in with_ranks] or timeline.roles
     return max(roles, key=lambda role: (role.phase.name != "end", role.phase.start), default=None)
 
 
-def _phase(status: AppStatus, role: RoleView | None) -> str | None:
+def _phase(app: AppSnapshot, status: AppStatus, role: RoleView | None) -> str | None:
     if status.state is State.PENDING:
         return "queued"
-    if role is None or status.state.is_terminal or role.phase.name in ("submit", "queued", "unknown"):
+    if role is None or status.state.is_terminal or role.phase.name in ("submit", "unknown"):
         return None
-    return role.phase.name
+    waits = any(role.spec.allocation for role in app.roles)  # for other runs; of another job the events are missing
+    return role.phase.name if role.phase.name != "queued" or waits else None
 
 
 def in_one_line(status: JobStatus, now: float | None = None) -> str:

@@ -74,7 +74,10 @@ def record_jobs(scheduler: str, apps: Apps[Any], app_ids: Iterable[str] | None =
         with contextlib.suppress(BackendError, OSError):
             found = apps.read(app_id)
             if found is not None and found[1].state.is_terminal:
-                stored.store(app_id, _job_on_nodes(timeline_of(*found, time.time())))
+                job = _job_on_nodes(timeline_of(*found, time.time()))
+                if any(role.spec.allocation for role in found[0].roles):
+                    job.nodes.clear()  # the job of the allocation has them
+                stored.store(app_id, job)
 
 
 def _job_on_nodes(timeline: Timeline) -> JobOnNodes:

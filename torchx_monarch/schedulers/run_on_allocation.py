@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Run an app on the hosts of a live allocation instead of hosts of its own (run option ``on``).
 
-The app becomes one process of this machine, `torchx monarch exec --queue`, which submits the app's command as a run and
-follows it. So the app has a handle, logs, an exit code, retries and a place in lists as any other.
+The app becomes one process of this machine, `torchx monarch exec --queue`, which submits the app's command as a run,
+follows it, and adds the run's events to its own. So the app has a handle, logs, status, an exit code, retries and a
+place in lists as any other. Who asks what its ranks do asks the hosts of the allocation (``Hosts.of_ranks``).
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ def run_on_allocation(app: AppDef, word: str, python: str) -> Rewritten:
     handle, allocation = _allocation(word)
     _check_fits(role, handle, allocation)
     options = [option for name in role.env for option in ("--env", name)]
-    words = ["-m", "torchx_monarch.cli.main", "exec", escape(handle), "--queue", *options, "--"]
+    words = ["-m", "torchx_monarch.cli.main", "exec", escape(handle), "--queue", "--verbose", *options, "--"]
     role.args = [*words, escape(role.entrypoint), *role.args]
     role.entrypoint, role.num_replicas, role.min_replicas = escape(python), 1, None
-    return Rewritten(rewritten, (RoleSpec.from_role(role, unwrapped=f"its ranks run on the hosts of {handle}"),))
+    why = f"its ranks run on the hosts of {handle}"
+    return Rewritten(rewritten, (RoleSpec.from_role(role, unwrapped=why, allocation=handle),))
 
 
 def _allocation(word: str) -> tuple[str, AppSnapshot]:

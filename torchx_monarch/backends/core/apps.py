@@ -72,6 +72,8 @@ class Apps(Generic[S]):
         if found is None:
             raise UserError(f"there is no app {app_id!r} of {self._scheduler}")
         app, status = found
+        if replica and any(at.spec.allocation for at in app.roles if at.spec.name == role):
+            return ()  # what the ranks of all hosts have printed is in the log of replica 0
         sizes = {role_snapshot.spec.name: len(role_snapshot.replicas) for role_snapshot in app.roles}
         if role not in sizes:
             raise UserError(f"app {app_id} has no role {role!r}; its roles are {', '.join(sizes)}")
