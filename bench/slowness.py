@@ -311,9 +311,10 @@ def slowed(  # noqa: C901 - one small function for each way
         time.sleep(step)
 
     def answer() -> None:
-        while (request := connection.recv(1)) and not ended.is_set():
-            time.sleep(seconds)
-            connection.sendall(request)
+        with suppress(ConnectionError):
+            while (request := connection.recv(1)) and not ended.is_set():
+                time.sleep(seconds)
+                connection.sendall(request)
 
     pid, cgroup = job.pid(rank), CGROUPS.get(kind, Path()) / f"slowness-{os.getpid()}"
     started: list[subprocess.Popen[bytes]] = []

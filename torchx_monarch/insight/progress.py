@@ -106,12 +106,12 @@ class Reporter:
     def ranks_started(self, text: str, hosts: Iterable[events.HostStart], **fields: object) -> None:
         """Report that the ranks of an attempt have started, the end of a phase, with details of their hosts."""
         self._attempt = time.time_ns()
-        self._append(events.append_details, self._attempt, "ranks", hosts=[*map(dataclasses.asdict, hosts)])
+        self._append(events.append_details, self._attempt, "ranks", hosts=[*map(vars, hosts)])
         self.phase("ranks", text, details=self._attempt, **fields)
 
     def ranks_ended(self, text: str, exits: Iterable[events.RankEnd], **fields: object) -> None:
         """Report that the ranks of the last attempt have ended, for programs, with details of their exits."""
-        self._append(events.append_details, self._attempt, "attempt_end", exits=[*map(dataclasses.asdict, exits)])
+        self._append(events.append_details, self._attempt, "attempt_end", exits=[*map(vars, exits)])
         self.record("attempt_end", text, details=self._attempt, **fields)
 
     def restarted(self, text: str, **fields: object) -> None:
