@@ -214,12 +214,14 @@ MIN_EFFECT = 1.25
 
 @contextmanager
 def kept_hosts(environ: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Have hosts for all jobs; yield the environment for commands that use them, with their handle as ``HOSTS``."""
+    """Have hosts for all jobs; yield the environment for commands on them, with their handle, and the programs."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="sl") as folder:
         environ = {**os.environ, **environ, "MONARCH_STATE_DIR": f"{folder}/state", "TMPDIR": folder}
         words = ["torchx", "run", "-s", "monarch_local", "monarch.hosts", "-j", f"{HOSTS}x{NPROC}"]
         shown = subprocess.run(words, env=environ, capture_output=True, text=True, cwd=folder, check=True)
-        environ["HOSTS"] = shown.stdout.split()[0]
+        environ.update(HOSTS=shown.stdout.split()[0], PROGRAMS=folder)
+        for name, imports in PROGRAMS.items():  # at one place for all jobs, which share what they import
+            Path(folder, f"{name}.py").write_text(f"{imports}\n{PROGRAM}")
         try:
             yield environ
         finally:
@@ -233,9 +235,8 @@ class Job:
         self.folder = folder
         self._hosts = Path(environ["MONARCH_STATE_DIR"], "apps", environ["HOSTS"].rpartition("/")[2])
         self._since = time.time()
-        (folder / "program.py").write_text(f"{PROGRAMS[program]}\n{PROGRAM}")
         words = ["torchx", "run", "-s", "monarch_local", "-cfg", f"on={environ['HOSTS']}", "--wait", "monarch.spmd"]
-        words += ["-j", f"{HOSTS}x{NPROC}", str(folder / "program.py"), str(folder), program]
+        words += ["-j", f"{HOSTS}x{NPROC}", f"{environ['PROGRAMS']}/{program}.py", str(folder), program]
         with open(folder / "output", "w") as output:
             self.process = subprocess.Popen(words, env=environ, stdout=output, stderr=output, cwd=folder)
 
