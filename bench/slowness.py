@@ -221,7 +221,7 @@ def kept_hosts(environ: dict[str, str]) -> Iterator[dict[str, str]]:
         shown = subprocess.run(words, env=environ, capture_output=True, text=True, cwd=folder, check=True)
         environ.update(HOSTS=shown.stdout.split()[0], PROGRAMS=folder)
         for name, imports in PROGRAMS.items():  # at one place for all jobs, which share what they import
-            Path(folder, f"{name}.py").write_text(f"{imports}\n{PROGRAM}")
+            Path(folder, f"train_{name}.py").write_text(f"{imports}\n{PROGRAM}")
         try:
             yield environ
         finally:
@@ -236,7 +236,7 @@ class Job:
         self._hosts = Path(environ["MONARCH_STATE_DIR"], "apps", environ["HOSTS"].rpartition("/")[2])
         self._since = time.time()
         words = ["torchx", "run", "-s", "monarch_local", "-cfg", f"on={environ['HOSTS']}", "--wait", "monarch.spmd"]
-        words += ["-j", f"{HOSTS}x{NPROC}", f"{environ['PROGRAMS']}/{program}.py", str(folder), program]
+        words += ["-j", f"{HOSTS}x{NPROC}", f"{environ['PROGRAMS']}/train_{program}.py", str(folder), program]
         with open(folder / "output", "w") as output:
             self.process = subprocess.Popen(words, env=environ, stdout=output, stderr=output, cwd=folder)
 
