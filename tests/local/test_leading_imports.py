@@ -399,6 +399,7 @@ def test_a_changed_module_is_imported_again(run: Callable[..., set[str]], tmp_pa
 UNSAFE = {
     "a thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
     "a variable of ranks": "rank = os.environ.get('LOCAL_RANK')",
+    "a variable of jobs": "job = os.environ.get('TORCHX_JOB_ID')",
     "all variables": "found = [name for name in os.environ if not name.startswith('MINE_')]",
     "a variable of ranks, caught": "try:\n    os.environ['RANK']\nexcept BaseException:\n    pass",
     "arguments": "import sys\nfirst = sys.argv[0]",
@@ -453,6 +454,7 @@ UNSAFE = {
 
 SIMILAR = {
     "a variable of ranks, caught",
+    "a variable of jobs",
     "a token in a text",
     "a token that is a default",
     "a token that is cached",

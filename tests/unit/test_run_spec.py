@@ -11,6 +11,7 @@ import pytest
 
 from torchx_monarch.command.command import Command, parse
 from torchx_monarch.controller.host_messages import LaunchRanks, decode_request, encode_request
+from torchx_monarch.host.ranks.leading_statements import Statement
 from torchx_monarch.host.ranks.run_spec import RunSpec, rank_environment
 from torchx_monarch.model.env_names import keep_monarch_log_private
 from torchx_monarch.model.world import HostPlace, HostRange, World
@@ -91,7 +92,7 @@ def test_ranks_without_a_device_of_their_own_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("other", "shared"),
     [
-        (spec("torchrun", "y.py", "--lr", "1", cwd="/v", MINE="2"), True),
+        (spec("torchrun", "y.py", "--lr", "1", cwd="/v", MINE="2", TORCHX_JOB_ID="a/b"), True),
         (spec("torchrun", "x.py", cwd="/w", PYTHONPATH="/lib"), False),
         (spec("torchrun", "x.py", cwd="/w", KINETO_USE_DAEMON="1"), False),
         (spec("torchrun", "x.py", cwd="/w", modules=("torch", "numpy")), False),
@@ -100,6 +101,13 @@ def test_ranks_without_a_device_of_their_own_are_refused(name: str) -> None:
 )
 def test_runs_share_a_zygote_that_reads_the_same_early(other: RunSpec, shared: bool) -> None:
     assert (spec("torchrun", "x.py", cwd="/w").signature(2) == other.signature(2)) is shared
+
+
+@pytest.mark.parametrize(("name", "shared"), [("TORCHX_JOB_ID", True), ("MINE", False)])
+def test_runs_share_leading_statements_if_these_have_the_same_variables(name: str, shared: bool) -> None:
+    statements = (Statement("x.py", 1, "import os"),)
+    first = dataclasses.replace(spec("torchrun", "x.py", cwd="/w"), leading=statements, added={name: "1"})
+    assert (first.signature(2) == dataclasses.replace(first, added={name: "2"}).signature(2)) is shared
 
 
 @pytest.mark.parametrize(("modules", "shared"), [(("torch",), True), (("torch", "transformers"), False), ((), True)])

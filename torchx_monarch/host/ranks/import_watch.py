@@ -43,7 +43,7 @@ _OF_A_RANK = """
 RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE
 MASTER_ADDR MASTER_PORT TORCH_NCCL_ASYNC_ERROR_HANDLING GLOO_SOCKET_IFNAME
 """
-"""Variables that the zygote lacks, beside TORCHELASTIC_*."""
+"""Variables that the zygote lacks, beside TORCHELASTIC_*, and that of a live allocation TORCHX_*."""
 
 _OF_A_PROCESS = re.compile(r"/proc/(self|thread-self|\d+)/(?!(maps|cgroup|mountinfo|mounts)$)|/dev/(?!(null|zero)$)")
 """Files that differ between processes and attempts. Those left out are the same for all ranks of a host."""
@@ -347,7 +347,7 @@ class ImportWatch:
 
     def _see_variable(self, name: str) -> None:
         is_missing = self._is_active and os.fsencode(name) not in vars(os.environ)["_data"]
-        if is_missing and (name in _OF_A_RANK.split() or name.startswith("TORCHELASTIC_")):
+        if is_missing and (name in _OF_A_RANK.split() or name.startswith(("TORCHELASTIC_", "TORCHX_"))):
             module, place = _callers()[0][0]
             if module not in self._reads_variables:
                 self.stop(f"{place} reads {name}")

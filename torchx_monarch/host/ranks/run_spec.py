@@ -56,6 +56,11 @@ class RunSpec:
         return {**self.role_environ, **self.added} if self.added else self.role_environ
 
     @property
+    def added_for_imports(self) -> dict[str, str]:
+        """The variables that the run adds, without those of TorchX, such as TORCHX_JOB_ID, which differ in each job."""
+        return {name: value for name, value in self.added.items() if not name.startswith("TORCHX_")}
+
+    @property
     def preload(self) -> list[str]:
         """The modules that the zygote imports; none for a program that is not Python or without torchrun."""
         is_python = self.command.kind == "torchrun" and self.command.program.mode != "exec"
@@ -119,7 +124,7 @@ class RunSpec:
 
     def start_environ(self, count: int) -> dict[str, str]:
         """Return the environment with which the zygote of a number of ranks starts; these get the others later."""
-        early = {name: value for name, value in self.added.items() if self._is_read_early(name)}
+        early = {name: value for name, value in self.added_for_imports.items() if self._is_read_early(name)}
         env = {name: value for name, value in {**self.role_environ, **early}.items() if not is_for_hosts(name)}
         env.pop("TORCHELASTIC_ERROR_FILE", None)  # each rank has its own, which no import that all share may read
         keep_monarch_log_private(env)
@@ -141,7 +146,8 @@ class RunSpec:
         """Return the value that two runs share if the zygote of one can start the ranks of the other, a number each."""
         environ, command = self.start_environ(count), self.zygote_command()
         read = {name: value for name, value in environ.items() if self._is_read_early(name)}
-        shared = ([statement.text for statement in self.leading], dict(self.added), self.cwd) if self.leading else ()
+        added = self.added_for_imports
+        shared = ([statement.text for statement in self.leading], added, self.cwd) if self.leading else ()
         return command, self.preload, shared, read, self.start_folder()
 
     def _is_read_early(self, name: str) -> bool:

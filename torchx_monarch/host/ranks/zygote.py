@@ -93,7 +93,7 @@ class Zygote(children.Child):
                 "target": program.target,
                 "path": await asyncio.to_thread(source_path, program.mode, program.target, run.cwd or os.getcwd()),
                 "cwd": run.cwd,
-                "env": dict(run.added),
+                "env": run.added_for_imports,
                 "statements": run.leading,
             }
             line = json.dumps(order).encode() + b"\n"
