@@ -90,6 +90,13 @@ def test_a_library_is_named_behind_the_line_that_called_it(paths: tuple[str, ...
     assert lines[1:] == [f"  raised: {', which called '.join(at)}"]
 
 
+def test_where_a_task_of_a_group_failed() -> None:
+    """As Python shows the exceptions of an ``asyncio.TaskGroup``."""
+    trace = '  + Exception Group Traceback\n  |   File "/w/a.py", line 8, in <module>\n  |     run()\n'
+    trace += '  +-+------ 1 ------\n    |   File "/w/a.py", line 4, in work\n    | ValueError: x\n'
+    assert Summary("FAILED", HANDLE, traceback=trace).lines()[1:] == ["  raised: /w/a.py, line 4, in work"]
+
+
 def test_what_is_not_known_is_left_out() -> None:
     assert lines_of(app(State.FAILED)) == [
         f"FAILED after 4.0 s: {HANDLE}",

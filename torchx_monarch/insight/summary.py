@@ -27,7 +27,7 @@ _CAUSE_CHARACTERS = 500
 _COLOURS = {"SUCCEEDED": 32, "FAILED": 31}
 _OTHER_COLOUR = 33
 
-_FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+)(?:, in (.+))?$', re.MULTILINE)
+_FRAME = re.compile(r'^[ |]*File "([^"\n]+)", line (\d+)(?:, in (.+))?$', re.MULTILINE)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ MESSAGE_BYTES = 8 * 1024
 """The maximum size of a message, in bytes of JSON."""
 
 TRACEBACK_BYTES = 64 * 1024
-"""The maximum size of a traceback, in bytes of JSON. Of a longer one, frames of libraries are left out first; of what
-remains, the end is kept."""
+"""The maximum size of a traceback, in bytes of JSON. Of a longer one, frames of libraries and the ends of long texts of
+exceptions are left out first; of what remains, the end is kept."""
 
 RESERVE_BYTES = 16 * 1024
 """The size in bytes of the reserve file beside an error file: ``error.json.reserve`` beside ``error.json``."""
@@ -131,7 +131,7 @@ def known_fields(data: dict[str, Any], traceback_bytes: int = TRACEBACK_BYTES) -
         callstack = extra.get("py_callstack")
         if isinstance(callstack, str):
             if len(callstack) > traceback_bytes:
-                callstack = _without_libraries(callstack)
+                callstack = _shortened(callstack, traceback_bytes // 4)
             shown = printable(callstack[-traceback_bytes:])
             inner["extraInfo"]["py_callstack"] = _cut(shown, traceback_bytes, keeps_end=True)
     return fields
@@ -169,19 +169,28 @@ def path_in_library(path: str) -> str:
     return path[found.end() :] if found else ""
 
 
-def _without_libraries(callstack: str) -> str:
-    """Leave out the frames of libraries that are followed by another frame."""
-    lines, pending = list[str](), list[str]()
+def _shortened(callstack: str, max_text: int) -> str:
+    """Leave out the frames of libraries that are followed by another frame, and the ends of long texts of exceptions.
+
+    The text of an exception alone is longer than what a host of many ranks reports of each, when the keys that a
+    checkpoint lacks are listed.
+    """
+    lines, pending, room = list[str](), list[str](), max_text
     for line in callstack.splitlines(keepends=True):
-        is_frame = line.startswith('  File "')
-        if is_frame and pending:
-            lines += ["  ...\n"] if lines[-1:] != ["  ...\n"] else []
-            pending = []
+        is_frame = line.lstrip(" |").startswith('File "')
+        if is_frame:
+            room = max_text
+            if pending:
+                lines += ["  ...\n"] if lines[-1:] != ["  ...\n"] else []
+                pending = []
         if is_frame and path_in_library(line.split('"')[1]):
             pending = [line]
         elif pending and line.startswith("    "):
             pending.append(line)
         else:
+            if len(line) > room:
+                line = f"{line[:room]}...\n" if room else ""
+            room -= min(room, len(line))
             lines += [*pending, line]
             pending = []
     return "".join([*lines, *pending])

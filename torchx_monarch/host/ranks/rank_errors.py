@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import io
 import json
@@ -14,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 _MAX_BYTES = 1 << 20
 """Size of an error file that the host still reads (``safe_files.MAX_JSON_BYTES``)."""
@@ -29,6 +31,8 @@ _NO_SPACE = ("No space left", "Disk quota", "iostream error")
 
 _MAX_FIRST = 500
 """Characters of the text of the first exception of a chain."""
+
+_GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # Python 3.11
 
 _MAX_PATHS = 100
 """Paths in the variables of a failed program whose disks are looked at."""
@@ -90,13 +94,17 @@ def _describe(error: BaseException) -> str:
 
 
 def _chain(error: BaseException, with_hidden: bool = False) -> Iterator[BaseException]:
-    """Yield the exceptions of a traceback, the last one first, if wanted with those that ``from None`` hides."""
+    """Yield the exceptions of a traceback, the last one first, if wanted with those that ``from None`` hides.
+
+    Of an exception group, such as that of an asyncio.TaskGroup, the first exception follows.
+    """
     link: BaseException | None = error
     seen: set[int] = set()
     while link is not None and id(link) not in seen:
         yield link
         seen.add(id(link))
-        link = link.__cause__ or (link.__context__ if with_hidden or not link.__suppress_context__ else None)
+        first = link.exceptions[0] if isinstance(link, _GROUPS) else None
+        link = link.__cause__ or (link.__context__ if with_hidden or not link.__suppress_context__ else None) or first
 
 
 def _reasons(error: BaseException) -> str:
