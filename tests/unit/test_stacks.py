@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import itertools
 import json
 import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -61,6 +63,15 @@ def test_the_main_thread_comes_first_and_our_frames_are_left_out() -> None:
 def test_frames_of_ours_above_the_program_stay() -> None:
     frames = parse_faulthandler('Thread 0x1 (most recent call first):\n  File "/us/a.py", line 1 in f\n', ())[0].frames
     assert frames == (Frame("/us/a.py", 1, "f"),)
+
+
+def test_names_that_are_not_ascii(tmp_path: Path) -> None:
+    dump: dict[str, Any] = {}
+    exec(compile("def über(dump, file):\n    dump(file)\n", "/prög/漢/😀/\udc80\x9b.py", "exec"), dump)
+    with open(tmp_path / "stacks", "w+") as file:
+        dump["über"](faulthandler.dump_traceback, file)
+        frames = parse_faulthandler((tmp_path / "stacks").read_text())[0].frames
+    assert frames[0] == Frame(r"/prög/漢/😀/\udc80\x9b.py", 2, "über")
 
 
 @pytest.mark.parametrize(

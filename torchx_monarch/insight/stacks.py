@@ -29,6 +29,8 @@ _MAX_RANGES = 200
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-fA-F]+(?: \[(.*)\])? \(most recent call first\):$")
 _FRAME = re.compile(r'  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$')
+_ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U00(?:0[0-9a-f]|10)[0-9a-f]{4})")
+"""A character that is not ASCII, as ``faulthandler`` writes it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,12 +126,16 @@ def parse_faulthandler(text: str, own_files: Iterable[str] = ()) -> tuple[Thread
             if len(threads) == _MAX_THREADS:
                 break
             frames = list[Frame]()
-            threads.append(ThreadStack(one_line(found[1] or "", _MAX_NAME), ()))
+            threads.append(ThreadStack(_name(found[1] or ""), ()))
         elif frames is not None and len(frames) < _MAX_FRAMES and (found := _FRAME.match(line)):
             number = 0 if found[2] == "???" else int(found[2])
-            frames.append(Frame(one_line(found[1], _MAX_NAME), number, one_line(found[3], _MAX_NAME)))
+            frames.append(Frame(_name(found[1]), number, _name(found[3])))
             threads[-1] = dataclasses.replace(threads[-1], frames=tuple(frames))
     return tuple(dataclasses.replace(thread, frames=_without(own, thread.frames)) for thread in reversed(threads))
+
+
+def _name(text: str) -> str:
+    return one_line(_ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), text), _MAX_NAME)
 
 
 def _without(own: frozenset[str], frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
