@@ -217,7 +217,7 @@ _MORE = [pytest.param(seed, marks=pytest.mark.nightly("all faults, at other mome
 @pytest.mark.parametrize("seed", [0, *_MORE])
 def test_a_sound_program_survives(seed: int, work: Path) -> None:
     faults = ("save", "host") if seed == 0 else ALL
-    options = ("--faults", ",".join(faults), "--seed", str(seed), "--compare", "final_0", "--compare", "final_1")
+    options = ("--faults", ",".join(faults), "--seed", str(seed), "--compare", "final_0", "--compare", "./final_1")
     found = drill(work, "nothing", "final", options=options)
     assert [row["differences"] for row in found["faults"]] == [[] for _ in faults]
     # At most from the checkpoint before the last one, with the step in which one rank has been alone, in two restarts.

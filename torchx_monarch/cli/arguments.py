@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -119,6 +120,13 @@ def rank_list(text: str) -> tuple[range, ...]:
         if ranks and all(ranks):
             return ranks
     raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks, such as 0,3-5")
+
+
+def count(text: str) -> int:
+    """Parse a number of lines or jobs, 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number, 0 or more")
+    return min(int(text), sys.maxsize // 2)  # what a deque may have, with more for states of progress bars
 
 
 def seconds(least: float, most: float) -> Callable[[str], float]:

@@ -141,6 +141,8 @@ class _Drill:
             raise UserError(f"{words[0]}: {error}") from None
         if not any(role.runs_ranks for role in dryrun.submitted.roles):
             raise UserError(f"{words[0]} runs no ranks here; use a component with torchrun, such as monarch.spmd")
+        if outside := [path for path in args.compare if os.path.isabs(path) or ".." in Path(path).parts]:
+            raise UserError(f"--compare {outside[0]}: give a path relative to the folder, of which each run has a copy")
         self._app: AppDef = dryrun.app
         _copy_workspace(self._app, base / "workspace", args.data)
         self._least, self._is_repeatable = 0, False
@@ -151,7 +153,8 @@ class _Drill:
         if found.state is not State.SUCCEEDED:
             reason = f"the program fails undisturbed, in a copy of its folder: {found.reason}"
             raise CommandError(f"{reason}. Its log: torchx log {found.handle}", exit_codes.FAILED)
-        if missing := [path for path in self._args.compare if not any(_is_in(file, path) for file in found.results)]:
+        compared = map(Path, self._args.compare)
+        if missing := [path for path in compared if not any(Path(file).is_relative_to(path) for file in found.results)]:
             raise CommandError(f"--compare {missing[0]}: the program has not written it", exit_codes.USAGE)
         if not found.results and not any(progress.digest for progress in found.final.values()):
             advice = "name what the program writes at its end (--compare PATH), or call progress(step, digest=…) in it"

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, TimedLines
-from torchx_monarch.cli.arguments import add_handle, rank_list, since
+from torchx_monarch.cli.arguments import add_handle, count, rank_list, since
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import print_record
 from torchx_monarch.client.hosts import say
@@ -53,15 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=rank_list, metavar="RANKS", help="only these global ranks: 0,3-5")
     parser.add_argument("--role", default="", help="only this role of the app")
     parser.add_argument("--since", type=since, metavar="WHEN", help="only lines since then: 90s, 10m, 2h, or a time")
-    parser.add_argument("-n", "--tail", type=_count, metavar="LINES", help="only the last lines of all that remain")
+    parser.add_argument("-n", "--tail", type=count, metavar="LINES", help="only the last lines of all that remain")
     parser.add_argument("--timestamps", action="store_true", help="begin each line with its time")
     parser.add_argument("-f", "--follow", action="store_true", help="wait for more lines until the job has ended")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of lines")
-    return min(int(text), sys.maxsize // 2)  # what a deque may have, with more for states
 
 
 def run(args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torchx_monarch.backends.core.errors import BackendError, UserError
+from torchx_monarch.cli.arguments import count
 from torchx_monarch.cli.doctor import run_groups
 from torchx_monarch.cli.output import print_json, print_table
 from torchx_monarch.cli.status import shape_of
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n",
         "--limit",
-        type=int,
+        type=count,
         metavar="N",
         help="only the newest N; 0: all (default: 50, and all with --json)",
     )
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     default = 0 if args.json else _SHOWN
-    jobs, older = read_jobs(args.scheduler, default if args.limit is None else max(0, args.limit))
+    jobs, older = read_jobs(args.scheduler, default if args.limit is None else args.limit)
     if args.json:
         print_json([job.to_json() for job in jobs])
         return
