@@ -238,7 +238,7 @@ class Job:
         words = ["torchx", "run", "-s", "monarch_local", "-cfg", f"on={environ['HOSTS']}", "--wait", "monarch.spmd"]
         words += ["-j", f"{HOSTS}x{NPROC}", f"{environ['PROGRAMS']}/train_{program}.py", str(folder), program]
         with open(folder / "output", "w") as output:
-            self.process = subprocess.Popen(words, env=environ, stdout=output, stderr=output, cwd=folder)
+            self.process = subprocess.Popen(words, env=environ, stdout=output, stderr=output, cwd=environ["PROGRAMS"])
 
     def verdicts(self) -> list[dict[str, Any]]:
         events = map(json.loads, (self._hosts / "events.jsonl").read_text().splitlines())
