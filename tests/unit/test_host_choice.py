@@ -112,6 +112,15 @@ def test_a_machine_is_excluded_by_failures_within_the_window(monkeypatch: pytest
     assert not any(never(1) for _ in range(9))
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_failure_of_the_only_host_of_a_job_counts_for_no_machine(hosts: int) -> None:
+    registrations, reporter = [*map(host, range(hosts))], Mock()
+    table = members(hosts, *registrations)
+    table.form(registrations)
+    assert HostGatherer(NodeRange(hosts, hosts, 1.0), table, reporter, 3).blame(0, "failed_alone", "x") is None
+    assert reporter.record.call_count == hosts - 1
+
+
 def _calls_of_an_attempt(hosts: int) -> int:
     """The calls of Python functions in which hosts register, an elastic attempt is formed, and one is lost."""
     table = Members(hosts)

@@ -134,7 +134,8 @@ class HostGatherer:
         members, member = self._members, self._members.attempt.hosts.get(replica)
         if member is None:
             return None
-        self._reporter.record("node_fault", reason, node=member.host.node, fault=fault)
+        if len(members.attempt.hosts) > 1:  # of a failure on the only one nobody can tell that another would be better
+            self._reporter.record("node_fault", reason, node=member.host.node, fault=fault)
         if members.registered_count == 1:  # no other host can take its place
             return None
         name = members.machine(member.host)
