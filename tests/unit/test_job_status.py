@@ -21,6 +21,7 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaS
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.cli import jobs, ls, main
 from torchx_monarch.cli import status as status_command
+from torchx_monarch.cli.explain import submitted_differences
 from torchx_monarch.cli.status import facts, only_roles, render, show_when
 from torchx_monarch.client.connection import Target
 from torchx_monarch.exceptions import UnreachableError
@@ -520,3 +521,9 @@ def test_rates_stay_while_replica_0_answers_the_same(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(jobs, "ask_samples", Mock(side_effect=[(first, {}), (second, {}), (second, {})]))
     reader = jobs.JobReader(Mock(), HANDLE, "train-x7", "trainer", "", 1.0)
     assert [reader._ask_ranks(Mock(), 0.0)[0][0].cpu for _ in range(3)] == [None, 1.0, 1.0]
+
+
+def test_the_only_roles_of_two_jobs_are_compared_though_their_scripts_have_other_names() -> None:
+    roles = (Role(name, "/image", args=[f"{name}.py"]) for name in ("train", "train_2"))
+    one, other = (AppSnapshot("x", "x", [], AppDef("x", [role])) for role in roles)
+    assert [*submitted_differences(one, other)] == [("train", "command", "<MISSING> train.py", "<MISSING> train_2.py")]

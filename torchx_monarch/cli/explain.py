@@ -223,6 +223,8 @@ def submitted_differences(one: AppSnapshot, other: AppSnapshot) -> Iterator[tupl
     if one.app is None or other.app is None:
         return
     first, second = ({role.name: _submitted(role) for role in app.roles} for app in (one.app, other.app))
+    if len(first) == len(second) == 1:  # it has the name of its script
+        second = dict(zip(first, second.values(), strict=True))
     for role in dict.fromkeys((*first, *second)):
         before, now = first.get(role, {}), second.get(role, {})
         for what in dict.fromkeys((*before, *now)):
