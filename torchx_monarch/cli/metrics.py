@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         found = facts.metrics if args.rank is None else read_metrics(folder, facts.timeline, args.rank)
     if not found:
-        nothing = "run for less than ten seconds" if args.activity else "reported no progress"
+        nothing = "no ranks that ran for ten seconds" if args.activity else "reported no progress"
         what = nothing if folder else "its logs on other machines, and so its metrics"
         who = f"rank {args.rank}" if args.rank is not None and folder else args.handle
         raise CommandError(f"{who} has {what}", exit_codes.UNAVAILABLE)
