@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from torchx.specs import AppDef, AppState, Resource, Role
 
 from tests.fork_server import run_torchx
 from tests.waits import until
+from torchx_monarch.insight import events
 
 SCRIPT = """
 print(sys.argv[1:], os.environ["LR"], os.environ["WORLD_SIZE"], flush=True)
@@ -28,37 +31,49 @@ if sys.argv[1] == "fails" and rank == 1 and not os.path.exists(sys.argv[2]):
 
 
 def app_of(path: str, *args: str, **changes: Any) -> AppDef:
-    words = ["--nnodes", "2", "--nproc-per-node", "1", path, *args]
+    words = ["--nnodes", "2", "--nproc-per-node", "1", "--tee", "3", path, *args]
     role = Role("train", "", entrypoint="torchrun", args=words, num_replicas=2, env={"LR": "a b"}, **changes)
     return AppDef("train", [role])
 
 
+def kill_process(handle: str) -> None:
+    """Kill the process of a job, which is not asked to end its run."""
+    folder = json.loads(run_torchx("monarch", "status", "--json", handle).stdout)["log_folder"]
+    happened = events.read(Path(folder).parent / events.FILE)[0]
+    os.kill(next(event["pid"] for event in happened if event["kind"] == "replica_started"), signal.SIGKILL)
+
+
 def test_jobs_run_on_hosts_that_are_there_one_after_the_other(
-    runner: Runner, script: Callable[[str], str], tmp_path: Path
+    runner: Runner, script: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from torchx_monarch import SPMDJob
 
     path, once = script(SCRIPT), str(tmp_path / "once")
 
     def submit(*args: str, on: str = "last", **changes: Any) -> str:
-        return str(runner.run(app_of(path, *args, **changes), "monarch_local", cfg={"on": on}))
+        cfg = {"on": on, "on_end": f"cat > {tmp_path}/end_{args[0]}"}
+        return str(runner.run(app_of(path, *args, **changes), "monarch_local", cfg=cfg))
 
     def ended(handle: str) -> AppState:
         status = runner.wait(handle, wait_interval=0.1)
         assert status is not None
         return status.state
 
-    resources = ["--cpu", "2", "--memMB", "2000"]
+    resources = ["--cpu", "2", "--memMB", "2000", "--gpu", "1"]
     hosts = str(
         runner.run_component("monarch.hosts", ["-j", "2x1", *resources], "monarch_local", cfg={"preload": "none"})
     )
     job = SPMDJob.attach(hosts).wait_ready()
+    caplog.clear()
     try:
-        waits = submit("waits")
+        waits = submit("waits", resource=Resource(cpu=1, gpu=1, memMB=100))
+        assert "asks for --gpu" not in caplog.text, "its process needs none of this machine"
         until(lambda: [run["state"] for run in job.runs()] == ["running"], "the first job runs")
+        killed = submit("waits")
+        until(lambda: len(job.runs()) == 2, "the second job waits for it")
         queued = submit("works", on=hosts)
         fails, retried = submit("fails", once, on="hosts"), submit("fails", f"{once}_more", max_retries=1)
-        until(lambda: len(job.runs()) == 4, "the other jobs wait for it")
+        until(lambda: len(job.runs()) == 5, "the other jobs wait for it")
         for handle in (waits, hosts):
             done = run_torchx("cancel", "--save", handle)
             assert done.returncode == 64 and "has no ranks of its own that could save" in done.stderr
@@ -72,17 +87,30 @@ def test_jobs_run_on_hosts_that_are_there_one_after_the_other(
         stacks = run_torchx("monarch", "stacks", queued)
         assert stacks.returncode and f"{queued} waits for its turn on {hosts}, which has run 1 now" in stacks.stderr
         runner.cancel(waits)
-        states = {name: ended(handle) for name, handle in (("waits", waits), ("queued", queued), ("fails", fails))}
-        assert states == {"waits": AppState.CANCELLED, "queued": AppState.SUCCEEDED, "fails": AppState.FAILED}
+        assert ended(waits) == AppState.CANCELLED
+        assert json.loads((tmp_path / "end_waits").read_text())["state"] == "CANCELLED"
+        until(lambda: [run["state"] for run in job.runs()][1] == "running", "the second job runs")
+        kill_process(killed)
+        states = {name: ended(handle) for name, handle in (("killed", killed), ("queued", queued), ("fails", fails))}
+        assert states == {"killed": AppState.FAILED, "queued": AppState.SUCCEEDED, "fails": AppState.FAILED}
         assert ended(retried) == AppState.SUCCEEDED
         lines = [line.strip() for line in runner.log_lines(queued, "train")]
-        assert lines.count("['works'] a b 2") == 2
-        assert [line for line in lines if line.startswith("[monarch] run 2: torchrun --nnodes 2")]
+        works = ["[default0]:['works'] a b 2", "[default1]:['works'] a b 2"]
+        assert sorted(line for line in lines if "works'" in line) == works
+        assert lines[0].startswith("[monarch] run 3: torchrun --nnodes 2")
+        assert lines[-1].startswith("[monarch] run 3 SUCCEEDED: all 2 ranks")
+        assert run_torchx("monarch", "logs", queued, "--rank", "1").stdout == "[1] ['works'] a b 2\n"
         assert [*runner.log_lines(queued, "train", 1)] == []
+        status = json.loads(run_torchx("monarch", "status", "--json", queued).stdout)
+        assert status["account"]["lost"]["waiting"] > 0
+        page = run_torchx("monarch", "report", retried, "-o", "-").stdout
+        for text in ("run 5: torchrun", "run 6: torchrun", "<td>train/1</td>", "ValueError: planted"):
+            assert text in page
         status = run_torchx("monarch", "status", fails)
         for text in ("FAILED", "rank 1 (", "ValueError: planted", "2x1 (world size 2)", f"{path}, line"):
             assert text in status.stdout, status.stdout
-        assert sorted(run["state"] for run in job.runs()) == ["failed", "failed", "stopped", "succeeded", "succeeded"]
+        ends = ["stopped", "stopped", "succeeded", "failed", "failed", "succeeded"]
+        assert [run["state"] for run in job.runs()] == ends
 
         def refused(app: AppDef, on: str = "last") -> str:
             with pytest.raises(ValueError) as caught:
@@ -93,7 +121,7 @@ def test_jobs_run_on_hosts_that_are_there_one_after_the_other(
         one.roles[0].num_replicas, one.roles[0].args[1] = 1, "1"
         assert f"'train' has 1 hosts, and on {hosts} there are 2" in refused(one)
         large = app_of(path, resource=Resource(cpu=1, gpu=8, memMB=100))
-        assert f"'train' asks for gpu 8, and on {hosts} a host has 0" in refused(large)
+        assert f"'train' asks for gpu 8, and on {hosts} a host has 1" in refused(large)
         spare = app_of(path, metadata={"monarch": {"spares": 1}})
         assert "'train' has 1 spare hosts" in refused(spare)
         assert f"{queued} does not run" in refused(app_of(path), on=queued)

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from torchx_monarch.backends.core.snapshot import AppSnapshot, RoleSnapshot
 from torchx_monarch.insight.account import Account, build
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.rank_sample import Progress
 from torchx_monarch.insight.timeline import build as build_timeline
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
+from torchx_monarch.schedulers.job_status import account_of
 
 ROLE = [RoleSpec("t", workload=WorkloadKind.RANKS)]
 
@@ -116,4 +118,6 @@ def test_what_ranks_write_does_no_harm(wrong: Any) -> None:
 def test_an_allocation_and_a_job_that_waits_have_none() -> None:
     assert build(build_timeline(START[:2], ROLE, end=80.0), "t") is None
     run = [*START[:3], event(15, "run", run=1), event(20, "ranks", attempt=0), event(30, "run_end", run=1)]
-    assert build(build_timeline(run, [RoleSpec("t", workload=WorkloadKind.ALLOCATION)], end=80.0), "t") is None
+    for spec, has in ((RoleSpec("t", workload=WorkloadKind.ALLOCATION), False), (RoleSpec("t", allocation="h"), True)):
+        app = AppSnapshot("id", "t", [RoleSnapshot(spec, [])])
+        assert (account_of(app, build_timeline(run, [spec], end=80.0)) is not None) == has

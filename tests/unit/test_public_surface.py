@@ -58,7 +58,8 @@ def _commands() -> Iterator[str]:
         add_arguments(name, parser)
         yield f"command {name}"
         for action in parser._actions:
-            yield from (f"command {name} {word}" for word in action.option_strings)
+            words = action.option_strings if action.help != argparse.SUPPRESS else ()
+            yield from (f"command {name} {word}" for word in words)
 
 
 def _options() -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import os
 import sys
 import time
@@ -22,7 +21,6 @@ from torchx_monarch.client.run import Collector, Records, collect_with_interrupt
 from torchx_monarch.client.run_options import RunOptions, run_request, send_code
 from torchx_monarch.client.workspace_sync import SyncMode, current_workspace
 from torchx_monarch.exceptions import AllocationError
-from torchx_monarch.insight import events
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.system.error_files import write_for_caller
@@ -69,6 +67,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--queue", action="store_true", help="wait for the end of earlier runs (default: fail)")
     parser.add_argument("--detach", action="store_true", help="print the run's number, and do not wait for its end")
     parser.add_argument("-v", "--verbose", action="store_true", help="show the phases of the run as well")
+    parser.add_argument("--as-job", action="store_true", help=argparse.SUPPRESS)  # schedulers.run_on_allocation
 
 
 def run(args: argparse.Namespace) -> None:
@@ -91,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
             sync=args.sync,
             queue=args.queue,
         )
-        request = run_request(words or None, options)
+        request = dataclasses.replace(run_request(words or None, options), ends_with_client=args.as_job)
     except ValueError as error:
         raise CommandError(str(error), exit_codes.USAGE) from None
     hosts = hosts_of(args)
@@ -106,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
         print_accepted(args.handle, records.run) if args.json else print(records.run)
         records.close()
         return
-    stream_and_exit(hosts, records, args.verbose, as_json=args.json)
+    stream_and_exit(hosts, records, args.verbose, as_json=args.json, as_job=args.as_job)
 
 
 def _words(args: argparse.Namespace) -> list[str]:
@@ -193,9 +192,12 @@ class CmdStop:
 
 
 def stream_and_exit(
-    hosts: Hosts, records: Records, verbose: bool, ends: bool = True, as_json: bool = False
+    hosts: Hosts, records: Records, verbose: bool, ends: bool = True, as_json: bool = False, as_job: bool = False
 ) -> NoReturn:
-    """Show a run's output, and exit with its exit code; Ctrl-C stops the run if ``ends``, else this command alone."""
+    """Show a run's output, and exit with its exit code; Ctrl-C stops the run if ``ends``, else this command alone.
+
+    With ``as_job`` this is the process of a job, whose log and events are those of the run.
+    """
     if as_json:
         print_accepted(hosts.handle, records.run)
         collector = Collector(
@@ -203,10 +205,8 @@ def stream_and_exit(
             lambda text: _print({"type": "phase", "text": text}),
         )
     else:
-        events_path = os.environ.get("MONARCH_EVENTS") if ends else None
-        # Those of the job whose process this is (schedulers.run_on_allocation).
-        on_event = functools.partial(events.append, events_path) if events_path else None
-        collector = Collector("stream", say if verbose else None, on_event=on_event)
+        events_path = os.environ["MONARCH_EVENTS"] if as_job else None
+        collector = Collector("stream", say if verbose or as_job else None, events_path=events_path)
     try:
         result = collect_with_interrupts(hosts, records, collector) if ends else collector.collect(records)
     except KeyboardInterrupt as error:
@@ -217,7 +217,7 @@ def stream_and_exit(
         write_for_caller(_error_file_of(result))
     if as_json:
         _print({"type": "result", "handle": hosts.handle, **_to_json(result)})
-    else:
+    elif not as_job:
         summary_of(hosts.handle, result, followed=not ends).write(sys.stderr)
     sys.exit(result.exit_code)
 

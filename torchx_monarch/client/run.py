@@ -20,6 +20,7 @@ from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.client.result import RankOutput, RunResult, rank_result
 from torchx_monarch.client.run_options import Output, check_output
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
+from torchx_monarch.insight import events
 from torchx_monarch.insight.log_lines import LogLines, ShownLines, is_coloured, is_terminal
 from torchx_monarch.model.codec import decode
 from torchx_monarch.model.job_result import RankExit
@@ -120,7 +121,8 @@ class Collector:
 
     Args:
         takes_values: whether to collect these; other clients that follow the run have no use for them.
-        on_event: called with each event of the run, as ``events.append`` without its path.
+        events_path: that of the events of the job whose process this is, which gets those of the run. Its log has the
+            lines of ranks as those of hosts have them. None for other processes.
     """
 
     def __init__(
@@ -128,18 +130,19 @@ class Collector:
         output: Output,
         on_phase: Callable[[str], None] | None = None,
         takes_values: bool = False,
-        on_event: Callable[..., object] | None = None,
+        events_path: str | None = None,
     ) -> None:
         check_output(output)
         self._output = output
         self._on_phase = on_phase
-        self._on_event = on_event
+        self._events_path = events_path
         self._takes_values = takes_values
         self._exits: dict[int, RankExit] = {}
         self._attempts = 0
         self.values: dict[int, bytearray] = {}
         self._texts: dict[int, dict[str, list[str]]] = {}
-        self._streams = {"stdout": _RankLines(sys.stdout), "stderr": _RankLines(sys.stderr)}
+        streams, is_log = {"stdout": sys.stdout, "stderr": sys.stderr}, events_path is not None
+        self._streams = {name: _RankLines(stream, is_log) for name, stream in streams.items()}
 
     def collect(self, records: Records) -> RunResult:
         """Process all records, and return the result of the run; raise UnreachableError if they lack it."""
@@ -151,8 +154,9 @@ class Collector:
                 self.values.setdefault(record["rank"], bytearray()).extend(base64.b64decode(record["part"]))
             elif kind == "phase" and self._on_phase is not None:
                 self._on_phase(record["text"])
-            elif kind == "event" and self._on_event is not None:
-                self._on_event(record["kind"], record["message"], seconds=record["seconds"], **record["fields"])
+            elif kind == "event" and self._events_path is not None:
+                message, seconds = record["message"], record["seconds"]
+                events.append(self._events_path, record["kind"], message, seconds=seconds, **record["fields"])
             elif kind == "exit":
                 exit = decode(RankExit, record["exit"], "the exit")
                 self._exits[exit.rank] = exit
@@ -184,12 +188,14 @@ class Collector:
 class _RankLines:
     """Decide how the output of the ranks looks on one stream.
 
-    torchrun's prefix is shown as ``[3] ``. On a terminal all lines have that prefix, also those of ranks without
-    ``--tee`` and those with a prefix of the user's; in a file or a pipe these lines are as the host has sent them, and
-    of progress bars the last states. The cell of a notebook shows how a bar moves, as a terminal does.
+    torchrun's prefix is shown as ``[3] ``, in the log of a job as it is. On a terminal all lines have that prefix, also
+    those of ranks without ``--tee`` and those with a prefix of the user's; in a file or a pipe these lines are as the
+    host has sent them, and of progress bars the last states. The cell of a notebook shows how a bar moves, as a
+    terminal does.
     """
 
-    def __init__(self, stream: TextIO | None) -> None:
+    def __init__(self, stream: TextIO | None, is_log: bool) -> None:
+        self._is_log = is_log
         self._is_terminal = is_terminal(stream)
         self._is_coloured = is_coloured(stream)
         self._has_last_states = isinstance(stream, io.TextIOWrapper) and not self._is_terminal
@@ -201,7 +207,7 @@ class _RankLines:
         mark = f"[{rank}] " if prefix or self._is_terminal else ""
 
         def parse(piece: str) -> list[LogLines]:
-            return [LogLines(piece[prefix:], mark, rank)]
+            return [LogLines(piece[prefix:], piece[:prefix] if self._is_log else mark, rank)]
 
         lines = self._lines.setdefault(rank, ShownLines(parse, live=not self._has_last_states))
         shown = "".join(self._line(found) for piece in lines_of(text) for found in lines.feed(piece))

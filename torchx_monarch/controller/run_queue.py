@@ -11,9 +11,9 @@ Clients send these greetings to replica 0, one per connection, in addition to th
 =============  =====================================================================================================
 
 The answer to ``state`` has a further field ``live``, and ``stop`` releases the hosts. A run continues when its client
-disconnects. Its records are ``run``, ``phase`` (a line of the log), ``event``, ``output`` (of one rank), ``value`` (a
-part of what a function returned in one rank), ``attempts``, ``exit`` (one per rank of the last attempt), and finally
-``result``.
+disconnects, unless its request says otherwise. Its records are ``run``, ``phase`` (a line of the log), ``event``,
+``output`` (of one rank), ``value`` (a part of what a function returned in one rank), ``attempts``, ``exit`` (one per
+rank of the last attempt), and finally ``result``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -65,6 +66,10 @@ _FINISH_TIMEOUT = 30.0
 _VALUES_TIMEOUT = 600.0
 """Seconds that the values of a function have to reach replica 0: at most 16 MiB from each rank."""
 
+_CLIENT_TIMEOUT = 120.0
+"""Seconds that a client has to connect again, which is as long as it tries, before a run ends with it. On this machine
+a connection breaks with the client alone."""
+
 _CLOSE_TIMEOUT = 5.0
 """Seconds for clients to receive the last records when the hosts end."""
 
@@ -79,6 +84,7 @@ class Run:
         run_log: its log, which is opened when it begins; None before, and if it ends before.
         opened: set when its log is open, or the run has ended.
         timer: ends the run when its timeout has passed; None without one.
+        clients: how many are connected that receive its records.
     """
 
     number: int
@@ -92,6 +98,7 @@ class Run:
     ended: float = 0.0
     result: JobResult | None = None
     timer: asyncio.TimerHandle | None = None
+    clients: int = 0
     ranks: int = 0
 
     @property
@@ -290,9 +297,9 @@ class RunQueue:
             if member.following is not None:
                 member.following.cancel()
                 member.following = None
-        self._reporter.follower = None
         exits = [{"type": "exit", "exit": dataclasses.asdict(attempt.exits[rank])} for rank in sorted(attempt.exits)]
         self._reporter.report("run_end", f"run {run.number} {word}: {result.reason}", run=run.number, code=result.code)
+        self._reporter.follower = None
         self._end(run, result, [{"type": "attempts", "count": attempt.number + 1}, *exits])
 
     async def close(self, result: JobResult) -> None:
@@ -398,7 +405,17 @@ class RunQueue:
             feeding = asyncio.ensure_future(self._feed(run, wait, peer))
             self._feeding.add(feeding)
             feeding.add_done_callback(self._feeding.discard)
+            run.clients += 1
             await peer.while_connected(feeding)
+            run.clients -= 1
+            if run.request.ends_with_client and run.result is None:
+                is_local = peer.writer.get_extra_info("socket").family == socket.AF_UNIX
+                asyncio.get_running_loop().call_later(0 if is_local else _CLIENT_TIMEOUT, self._end_deserted, run)
+
+    def _end_deserted(self, run: Run) -> None:
+        if not run.clients:
+            reason = f"run {run.number} was stopped: the job that has requested it does not exist any more"
+            self.end_run(run, JobResult(128 + signal.SIGTERM, reason, stopped=True))
 
     async def _feed(self, run: Run, wait: bool, peer: Peer) -> None:
         last = b""

@@ -52,7 +52,7 @@ class Account:
 def build(
     timeline: Timeline, role: str, present: Progress | None = None, *, has_failed: bool = False
 ) -> Account | None:
-    """Return the account of a role; None if no ranks have run, and for an allocation, whose runs are jobs of their own.
+    """Return the account of a role of ranks; None if none have run.
 
     Args:
         present: what a rank of the present attempt has reported.
@@ -61,7 +61,7 @@ def build(
     running = [phase for phase in timeline.spans_of("phase", role) if phase.name in _RUNNING]
     ran = {id(phase.parent) for phase in running}
     attempts = [attempt for attempt in timeline.spans_of("attempt", role) if id(attempt) in ran]
-    if not attempts or timeline.spans_of("run", role):
+    if not attempts:
         return None
     done = [attempt.steps for attempt in attempts]
     last = attempts[-1]

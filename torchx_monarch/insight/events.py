@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The events of an app: an append-only file with one JSON object per line.
 
-What an event says of each host or rank is in a file of its attempt beside it (``append_details``): events stay short,
-however many ranks a job has.
+What an event says of each host or rank is in a file of its attempt beside it (``details``): events stay short, however
+many ranks a job has.
 
 Several processes append to one file (the supervisor, the hosts). Each event is one ``write`` to a descriptor opened
 with ``O_APPEND``, so lines never mix on a local file system. Uses the standard library only: this module is imported
@@ -16,7 +16,7 @@ import dataclasses
 import json
 import os
 import time
-from typing import Any
+from typing import Any, cast
 
 from torchx_monarch.model.codec import Seconds
 from torchx_monarch.system import safe_files
@@ -76,8 +76,14 @@ def append(
 
     Args:
         seconds: duration of the phase that ends with this event; None for an event without a duration.
-        fields: further values. A value that JSON cannot represent is written as its ``str``.
+        fields: further values. A value that JSON cannot represent is written as its ``str``. With a number ``details``,
+            ``hosts`` and ``exits`` are written to the file with this number.
     """
+    if "details" in fields and (details := {name: fields.pop(name) for name in _DETAILS if name in fields}):
+        beside = _details(path, cast(int, fields["details"]))
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(beside), mode=0o700, exist_ok=True)
+        append(beside, kind, "", seconds=None, **details)
     event: dict[str, object] = {"time": time.time(), "kind": kind, "message": message}
     if seconds is not None:
         event["seconds"] = seconds
@@ -123,14 +129,6 @@ def read(
             found += parse(data[:end])
             offset += end
     return found, offset
-
-
-def append_details(path: str | os.PathLike[str], number: int, kind: str, /, **fields: object) -> None:
-    """Append what an event of a kind, whose field ``details`` has this number, says of each host or rank."""
-    details = _details(path, number)
-    with contextlib.suppress(OSError):
-        os.makedirs(os.path.dirname(details), mode=0o700, exist_ok=True)
-    append(details, kind, "", seconds=None, **fields)
 
 
 def read_detailed(path: str | os.PathLike[str], *, below: str | os.PathLike[str] | None = None) -> list[Event]:

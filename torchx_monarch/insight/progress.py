@@ -106,13 +106,11 @@ class Reporter:
     def ranks_started(self, text: str, hosts: Iterable[events.HostStart], **fields: object) -> None:
         """Report that the ranks of an attempt have started, the end of a phase, with details of their hosts."""
         self._attempt = time.time_ns()
-        self._append(events.append_details, self._attempt, "ranks", hosts=[*map(vars, hosts)])
-        self.phase("ranks", text, details=self._attempt, **fields)
+        self.phase("ranks", text, details=self._attempt, hosts=[*map(vars, hosts)], **fields)
 
     def ranks_ended(self, text: str, exits: Iterable[events.RankEnd], **fields: object) -> None:
         """Report that the ranks of the last attempt have ended, for programs, with details of their exits."""
-        self._append(events.append_details, self._attempt, "attempt_end", exits=[*map(vars, exits)])
-        self.record("attempt_end", text, details=self._attempt, **fields)
+        self.record("attempt_end", text, details=self._attempt, exits=[*map(vars, exits)], **fields)
 
     def restarted(self, text: str, **fields: object) -> None:
         """Report a restart of the ranks and count it where the backend reads the number."""
@@ -158,15 +156,12 @@ class Reporter:
         self._console.write(self, f"[monarch] {text}\n".encode())
 
     def _event(self, kind: str, text: str, seconds: float | None, fields: dict[str, object]) -> None:
-        self._append(events.append, kind, one_line(text), seconds=seconds, **{"time": time.time(), **fields})
-        if self.follower is not None:
-            event = {"kind": kind, "message": one_line(text), "seconds": seconds, "fields": fields}
-            self.follower({"type": "event", **event})
-
-    def _append(self, append: Callable[..., object], *args: object, **fields: object) -> None:
+        text, fields = one_line(text), {"time": time.time(), **fields}
         if self._events_path and self._events_writer is not None:
-            fields = {"role": self._role, **fields}
-            self._events_writer.call(functools.partial(append, self._events_path, *args, **fields))
+            append = functools.partial(events.append, self._events_path, kind, text, seconds=seconds)
+            self._events_writer.call(functools.partial(append, role=self._role, **fields))
+        if self.follower is not None:
+            self.follower({"type": "event", "kind": kind, "message": text, "seconds": seconds, "fields": fields})
 
 
 def write_result(result: HostResult, environ: Mapping[str, str], reporter: Reporter) -> None:

@@ -63,6 +63,7 @@ _BEGINS_ON_ALLOCATION = {
     "queued": ("submitted", "requeue", "restart"),
     "hosts": ("job_started", "replacement"),
     "ready": (),
+    "end": ("run_end",),
 }
 """The same of a role that is a run on the hosts of an allocation, which may have other runs before."""
 

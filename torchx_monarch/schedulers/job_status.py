@@ -27,6 +27,7 @@ from torchx_monarch.insight.timeline import PHASES, Moment, RoleView, Timeline
 from torchx_monarch.insight.timeline import build as build_timeline
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import shell_code
+from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -246,8 +247,12 @@ def build(
 def account_of(
     app: AppSnapshot, timeline: Timeline, activity: Sequence[RankView] = (), *, has_failed: bool = False
 ) -> Account | None:
-    """Return the account of the first role of ranks; ``activity`` is what its ranks do."""
-    role = next((role.spec.name for role in app.roles if role.spec.has_ranks), None)
+    """Return the account of the first role of ranks, whose runs are not jobs of their own, as those of an allocation.
+
+    ``activity`` is what its ranks do.
+    """
+    specs = (role.spec for role in app.roles if role.spec.workload is not WorkloadKind.ALLOCATION)
+    role = next((spec.name for spec in specs if spec.has_ranks), None)
     reported = (rank.progress for rank in activity if rank.progress is not None)
     present = min(reported, key=lambda progress: progress.step, default=None)
     return None if role is None else account.build(timeline, role, present, has_failed=has_failed)

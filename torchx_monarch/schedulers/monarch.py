@@ -168,7 +168,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             if allocation := getattr(options, "on", ""):
                 from torchx_monarch.schedulers.run_on_allocation import run_on_allocation  # imports this module
 
-                return run_on_allocation(app, allocation, self._python)
+                return run_on_allocation(app, allocation, self._python, options.on_end)
             rewritten = rewrite(app, self._wrap_options(app, options, cfg))
         except CommandError as error:
             raise InvalidCommandError(str(error)) from None

@@ -8,6 +8,8 @@ place in lists as any other. Who asks what its ranks do asks the hosts of the al
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torchx.specs import AppDef, Role, parse_app_handle
 from torchx.specs.api import MalformedAppHandleException
 
@@ -24,12 +26,13 @@ from torchx_monarch.schedulers.monarch import opened
 _TO_GET_ONE = "To get one: torchx run -s monarch_local monarch.hosts -j 1x4"
 
 
-def run_on_allocation(app: AppDef, word: str, python: str) -> Rewritten:
+def run_on_allocation(app: AppDef, word: str, python: str, on_end: str = "") -> Rewritten:
     """Return an app of one process that runs the command of an app on the hosts of a live allocation.
 
     Args:
         word: the allocation's handle, its id or name, the beginning of one, or ``last`` for the newest one.
         python: the interpreter of this package, for the process.
+        on_end: as in ``RoleSpec``.
 
     Raises:
         UserError: there is no such allocation, or the app needs what its hosts are not.
@@ -51,11 +54,12 @@ def run_on_allocation(app: AppDef, word: str, python: str) -> Rewritten:
     handle, allocation = _allocation(word)
     _check_fits(role, handle, allocation)
     options = [option for name in role.env for option in ("--env", name)]
-    words = ["-m", "torchx_monarch.cli.main", "exec", escape(handle), "--queue", "--verbose", *options, "--"]
+    words = ["-m", "torchx_monarch.cli.main", "exec", escape(handle), "--queue", "--as-job", *options, "--"]
     role.args = [*words, escape(role.entrypoint), *role.args]
     role.entrypoint, role.num_replicas, role.min_replicas = escape(python), 1, None
+    role.resource = replace(role.resource, gpu=0)  # the process needs none of this machine
     why = f"its ranks run on the hosts of {handle}"
-    return Rewritten(rewritten, (RoleSpec.from_role(role, unwrapped=why, allocation=handle),))
+    return Rewritten(rewritten, (RoleSpec.from_role(role, unwrapped=why, allocation=handle, on_end=on_end),))
 
 
 def _allocation(word: str) -> tuple[str, AppSnapshot]:
