@@ -21,6 +21,8 @@ from tests.waits import until
 from torchx_monarch.insight import events
 
 SCRIPT = """
+import torchx_monarch
+torchx_monarch.progress(3, loss=0.5)
 print(sys.argv[1:], os.environ["LR"], os.environ["WORLD_SIZE"], flush=True)
 if sys.argv[1] == "waits":
     time.sleep(1000)
@@ -103,6 +105,7 @@ def test_jobs_run_on_hosts_that_are_there_one_after_the_other(
         assert [*runner.log_lines(queued, "train", 1)] == []
         status = json.loads(run_torchx("monarch", "status", "--json", queued).stdout)
         assert status["account"]["lost"]["waiting"] > 0
+        assert (status["step"], status["metrics"][0]["name"], status["metrics"][0]["last"]) == (3, "loss", 0.5)
         page = run_torchx("monarch", "report", retried, "-o", "-").stdout
         for text in ("run 5: torchrun", "run 6: torchrun", "<td>train/1</td>", "ValueError: planted"):
             assert text in page

@@ -35,9 +35,10 @@ def run(args: argparse.Namespace) -> None:
     else:
         found = facts.metrics if args.rank is None else read_metrics(folder, facts.timeline, args.rank)
     if not found:
+        has_logs = folder and all(role.spec.allocation_logs or not role.spec.allocation for role in facts.app.roles)
         nothing = "no ranks that ran for ten seconds" if args.activity else "reported no progress"
-        what = nothing if folder else "its logs on other machines, and so its metrics"
-        who = f"rank {args.rank}" if args.rank is not None and folder else args.handle
+        what = nothing if has_logs else "its logs on other machines, and so its metrics"
+        who = f"rank {args.rank}" if args.rank is not None and has_logs else args.handle
         raise CommandError(f"{who} has {what}", exit_codes.UNAVAILABLE)
     known = list(dict.fromkeys(name for attempt in found for point in attempt.points for name in point.metrics))
     if wrong := [name for name in args.names if name not in known]:

@@ -9,9 +9,7 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from torchx_monarch.backends.core.state_files import path_name
 from torchx_monarch.cli.arguments import add_address, add_handle
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
 from torchx_monarch.cli.output import STDOUT, print_json, write_output
@@ -20,7 +18,7 @@ from torchx_monarch.insight.account import lost_seconds
 from torchx_monarch.insight.report_page import Curve, LateRow, curves, late_rows, legend, render, rows_of, shares, ticks
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.insight.timeline import PHASES, Timeline
-from torchx_monarch.schedulers.job_metrics import AttemptMetrics, read_activity
+from torchx_monarch.schedulers.job_metrics import AttemptMetrics, host_logs, read_activity
 from torchx_monarch.schedulers.job_status import JobStatus
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import one_line, printable
@@ -164,11 +162,11 @@ def read_stacks(folder: str | None, timeline: Timeline) -> list[tuple[str, str]]
     """Return the files of stacks that hosts took before they stopped ranks, of the last attempt with some."""
     for attempt in reversed(timeline.spans_of("attempt") if folder else []):
         found = []
-        pattern = f"{path_name(attempt.role)}/*/{timeline.attempt_folder(attempt)}/stacks.txt"
-        for path in sorted(Path(folder or ".").glob(pattern)):
+        logs = host_logs(folder or "", timeline, attempt)
+        for path in sorted(logs.glob(f"*/{timeline.attempt_folder(attempt)}/stacks.txt")):
             with contextlib.suppress(OSError), open(safe_files.open_file(path), "rb") as file:
                 text = file.read(_MAX_BYTES).decode(errors="replace")
-                found.append((one_line(str(path.relative_to(folder or "."))), printable(text)))
+                found.append((one_line(str(path.relative_to(logs.parent))), printable(text)))
         if found:
             return found
     return []

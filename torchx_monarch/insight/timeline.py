@@ -174,6 +174,7 @@ class RoleView:
         slow: what slows the ranks.
         breakpoints: where ranks wait for a debugger, by rank.
         unshared: the first statement that forked ranks do not share, with the reason.
+        logs: the folder with the logs of its hosts, unless it is in that of the job's logs.
     """
 
     name: str
@@ -191,6 +192,7 @@ class RoleView:
     slow: Slowness | None = None
     breakpoints: dict[int | None, Moment] = dataclasses.field(default_factory=dict)
     unshared: str = ""
+    logs: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,7 +333,8 @@ class _RoleReader:
         begins = _BEGINS if role.runs_hosts else _BEGINS_ON_ALLOCATION if role.allocation else _BEGINS_WITHOUT_HOSTS
         self._phase_after = {kind: phase for phase, kinds in begins.items() for kind in kinds}
         self._top = self._add("role", role.name, self._job.start, self._job)
-        self._view = RoleView(role.name, self._span("phase", phase, self._job.start, self._top))
+        first = self._span("phase", phase, self._job.start, self._top)
+        self._view = RoleView(role.name, first, logs=role.allocation_logs)
         self._run: Span | None = None
         self._attempt: Span | None = None
         self._number = 0

@@ -115,6 +115,7 @@ class RoleSpec:
         lighthouse_port: the port of torchft's lighthouse, if that is what the role runs; 0 if not.
         unwrapped: why its replicas have no host process; empty if they have one.
         allocation: the handle of the live allocation whose hosts run its ranks; empty for hosts of its own.
+        allocation_logs: the folder with the logs of these hosts; empty if this machine does not have it.
     """
 
     name: str
@@ -132,6 +133,7 @@ class RoleSpec:
     on_end: str = ""
     unwrapped: str = ""
     allocation: str = ""
+    allocation_logs: str = ""
 
     @classmethod
     def from_role(cls, role: Any, **attributes: Any) -> RoleSpec:

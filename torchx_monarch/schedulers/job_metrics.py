@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -70,6 +71,12 @@ def trends(attempts: Sequence[AttemptMetrics]) -> list[MetricTrend]:
     return [MetricTrend(name, values[-1], sparkline(values, _TREND)) for name, values in series.items()]
 
 
+def host_logs(folder: str, timeline: Timeline, attempt: Span) -> Path:
+    """Return the folder with a folder of each host that had ranks of an attempt; ``folder`` is that of all logs."""
+    other = next(view.logs for view in timeline.roles if view.name == attempt.role)
+    return Path(other or os.path.join(folder, path_name(attempt.role)))
+
+
 def read_metrics(folder: str | None, timeline: Timeline, rank: int | None = None) -> list[AttemptMetrics]:
     """Return what a rank has reported in each attempt, with the speed of its steps, in the order of time.
 
@@ -79,12 +86,10 @@ def read_metrics(folder: str | None, timeline: Timeline, rank: int | None = None
     """
     found = []
     for attempt in timeline.spans_of("attempt") if folder else ():
-        pattern = f"{path_name(attempt.role)}/*/{timeline.attempt_folder(attempt)}/*/{NAME}"
-        paths = {
-            int(path.parent.name): path for path in Path(folder or "").glob(pattern) if path.parent.name.isdecimal()
-        }
+        logs, pattern = host_logs(folder or "", timeline, attempt), f"*/{timeline.attempt_folder(attempt)}/*/{NAME}"
+        paths = {int(path.parent.name): path for path in logs.glob(pattern) if path.parent.name.isdecimal()}
         for number in sorted(paths) if rank is None else {rank} & paths.keys():
-            if points := _points(str(paths[number].parent), folder or "", _version(paths[number])):
+            if points := _points(str(paths[number].parent), str(logs.parent), _version(paths[number])):
                 found.append(_of_attempt(attempt, number, points))
                 break
     return found
@@ -94,8 +99,9 @@ def read_activity(folder: str | None, timeline: Timeline) -> list[AttemptMetrics
     """Return what the ranks of each attempt did, as replica 0 has kept it; arguments as for ``read_metrics``."""
     found = []
     for attempt in timeline.spans_of("attempt") if folder else ():
-        place = Path(folder or "", path_name(attempt.role), "0", timeline.attempt_folder(attempt))
-        if points := _points(str(place), folder or "", _version(place / ACTIVITY), ACTIVITY):
+        logs = host_logs(folder or "", timeline, attempt)
+        place = logs / "0" / timeline.attempt_folder(attempt)
+        if points := _points(str(place), str(logs.parent), _version(place / ACTIVITY), ACTIVITY):
             found.append(_of_attempt(attempt, None, points))
     return found
 

@@ -8,6 +8,7 @@ place in lists as any other. Who asks what its ranks do asks the hosts of the al
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from torchx.specs import AppDef, Role, parse_app_handle
@@ -16,11 +17,13 @@ from torchx.specs.api import MalformedAppHandleException
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.options import is_default_image
 from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.backends.core.state_files import path_name
 from torchx_monarch.command.rank_command import find_rank_command
 from torchx_monarch.command.rewrite import Rewritten, resolved
 from torchx_monarch.command.shell import escape
 from torchx_monarch.model.role_spec import SPARES, RoleSpec, WorkloadKind, is_sidecar, read_number
 from torchx_monarch.schedulers import recorded_apps
+from torchx_monarch.schedulers.job_status import log_folder
 from torchx_monarch.schedulers.monarch import opened
 
 _TO_GET_ONE = "To get one: torchx run -s monarch_local monarch.hosts -j 1x4"
@@ -58,8 +61,15 @@ def run_on_allocation(app: AppDef, word: str, python: str, on_end: str = "") -> 
     role.args = [*words, escape(role.entrypoint), *role.args]
     role.entrypoint, role.num_replicas, role.min_replicas = escape(python), 1, None
     role.resource = replace(role.resource, gpu=0)  # the process needs none of this machine
-    why = f"its ranks run on the hosts of {handle}"
-    return Rewritten(rewritten, (RoleSpec.from_role(role, unwrapped=why, allocation=handle, on_end=on_end),))
+    logs = log_folder(allocation)[0]
+    spec = RoleSpec.from_role(
+        role,
+        unwrapped=f"its ranks run on the hosts of {handle}",
+        allocation=handle,
+        allocation_logs=os.path.join(logs, path_name(allocation.roles[0].spec.name)) if logs else "",
+        on_end=on_end,
+    )
+    return Rewritten(rewritten, (spec,))
 
 
 def _allocation(word: str) -> tuple[str, AppSnapshot]:
