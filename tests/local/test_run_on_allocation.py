@@ -133,8 +133,13 @@ def test_jobs_run_on_hosts_that_are_there_one_after_the_other(
         shell = AppDef("app", [Role("say", "", entrypoint="sh", args=["-c", "torchrun x.py"])])
         assert "runs torchrun and Python commands, with nothing before them" in refused(shell)
         assert "of one role, and app 'two' also has b" in refused(AppDef("two", [Role("a", ""), Role("b", "")]))
+        last = submit("waits", max_retries=1)
+        until(lambda: [run["state"] for run in job.runs()][-1] == "running", "the last job runs")
     finally:
         job.release()
+    assert ended(last) == AppState.FAILED
+    assert f"{hosts} has ended" in json.loads(run_torchx("monarch", "status", "--json", last).stdout)["cause"]
+    assert "[monarch] run 7: the hosts have ended: released by its client" in run_torchx("log", last).stdout
     assert "no live allocation is running. To get one: torchx run" in refused(app_of(path))
 
 

@@ -20,7 +20,7 @@ from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.run import Collector, Records, collect_with_interrupts
 from torchx_monarch.client.run_options import RunOptions, run_request, send_code
 from torchx_monarch.client.workspace_sync import SyncMode, current_workspace
-from torchx_monarch.exceptions import AllocationError
+from torchx_monarch.exceptions import AllocationError, TorchXMonarchError
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.system.error_files import write_for_caller
@@ -71,6 +71,16 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    try:
+        _run(args)
+    except TorchXMonarchError as error:
+        if args.as_job:
+            code = getattr(error, "exit_code", exit_codes.UNAVAILABLE)
+            write_for_caller(HostResult(code, str(error), failed_at=time.time()).to_text())
+        raise
+
+
+def _run(args: argparse.Namespace) -> None:
     words = _words(args)
     env = {}
     for pair in args.env:
@@ -219,6 +229,8 @@ def stream_and_exit(
         _print({"type": "result", "handle": hosts.handle, **_to_json(result)})
     elif not as_job:
         summary_of(hosts.handle, result, followed=not ends).write(sys.stderr)
+    elif not result.ranks:  # nor has the run had an end that its log shows
+        say(f"run {result.run}: {result.reason}")
     sys.exit(result.exit_code)
 
 
