@@ -106,6 +106,8 @@ class ImportedValues:
         elif issubclass(kind, _generators()):
             with contextlib.suppress(NotImplementedError):  # of the system's
                 parts = [("", repr(holder.getstate() if issubclass(kind, random.Random) else holder.state))]
+        elif kind is getattr(sys.modules.get("multiprocessing.util"), "Finalize", ""):
+            parts = [("", part) for part in vars(holder).values()]  # its _pid, too: another process does not execute it
         elif kind is not uuid.UUID:  # a value of those that hold it
             parts = [("", part) for part in gc.get_referents(holder)]
         for key, part in parts:
