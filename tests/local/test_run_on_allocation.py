@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -32,9 +33,11 @@ if sys.argv[1] == "fails" and rank == 1 and not os.path.exists(sys.argv[2]):
 """
 
 
-def app_of(path: str, *args: str, **changes: Any) -> AppDef:
-    words = ["--nnodes", "2", "--nproc-per-node", "1", "--tee", "3", path, *args]
-    role = Role("train", "", entrypoint="torchrun", args=words, num_replicas=2, env={"LR": "a b"}, **changes)
+def app_of(path: str, *args: str, shell: bool = False, **changes: Any) -> AppDef:
+    words = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--tee", "3", path, *args]
+    if shell:
+        words = ["bash", "-c", shlex.join(words)]
+    role = Role("train", "", entrypoint=words[0], args=words[1:], num_replicas=2, env={"LR": "a b"}, **changes)
     return AppDef("train", [role])
 
 
@@ -68,12 +71,12 @@ def test_jobs_run_on_hosts_that_are_there_one_after_the_other(
     job = SPMDJob.attach(hosts).wait_ready()
     caplog.clear()
     try:
-        waits = submit("waits", resource=Resource(cpu=1, gpu=1, memMB=100))
+        waits = submit("waits", shell=True, resource=Resource(cpu=1, gpu=1, memMB=100))
         assert "asks for --gpu" not in caplog.text, "its process needs none of this machine"
         until(lambda: [run["state"] for run in job.runs()] == ["running"], "the first job runs")
         killed = submit("waits")
         until(lambda: len(job.runs()) == 2, "the second job waits for it")
-        queued = submit("works", on=hosts)
+        queued = submit("works", on=hosts, shell=True)
         fails, retried = submit("fails", once, on="hosts"), submit("fails", f"{once}_more", max_retries=1)
         until(lambda: len(job.runs()) == 5, "the other jobs wait for it")
         for handle in (waits, hosts):
@@ -130,8 +133,8 @@ def test_jobs_run_on_hosts_that_are_there_one_after_the_other(
         assert f"{queued} does not run" in refused(app_of(path), on=queued)
         assert "names no app" in refused(app_of(path), on="nosuch")
         assert "a handle is SCHEDULER://SESSION/APP" in refused(app_of(path), on="://")
-        shell = AppDef("app", [Role("say", "", entrypoint="sh", args=["-c", "torchrun x.py"])])
-        assert "runs torchrun and Python commands, with nothing before them" in refused(shell)
+        shell = AppDef("app", [Role("say", "", entrypoint="sh", args=["-c", "cd /tmp && torchrun x.py"])])
+        assert "runs torchrun and Python commands, with nothing beside them" in refused(shell)
         assert "of one role, and app 'two' also has b" in refused(AppDef("two", [Role("a", ""), Role("b", "")]))
         last = submit("waits", max_retries=1)
         until(lambda: [run["state"] for run in job.runs()][-1] == "running", "the last job runs")

@@ -19,7 +19,7 @@ from torchx_monarch.backends.core.options import is_default_image
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state_files import path_name
 from torchx_monarch.command.rank_command import find_rank_command
-from torchx_monarch.command.rewrite import Rewritten, resolved
+from torchx_monarch.command.rewrite import Rewritten, insert_words, resolved
 from torchx_monarch.command.shell import escape
 from torchx_monarch.model.role_spec import SPARES, RoleSpec, WorkloadKind, is_sidecar, read_number
 from torchx_monarch.schedulers import recorded_apps
@@ -47,19 +47,19 @@ def run_on_allocation(app: AppDef, word: str, python: str, on_end: str = "") -> 
         raise UserError(f"Run option `on` is for an app of one role, and app {app.name!r} {reason}")
     role = rewritten.roles[0]
     found = find_rank_command(role)
-    place = found.place if found is not None and found.command.kind in ("torchrun", "python") else None
-    if place is None or place.string is not None or place.start:
+    is_ranks = found is not None and found.command.kind in ("torchrun", "python")
+    if found is None or not is_ranks or found.place.runners or not found.place.is_alone:
         command = " ".join([role.entrypoint, *role.args])
         raise UserError(
-            f"role {role.name!r}: a live allocation runs torchrun and Python commands, with nothing before them, and "
+            f"role {role.name!r}: a live allocation runs torchrun and Python commands, with nothing beside them, and "
             f"not {command!r:.200}. Leave out the run option `on`"
         )
     handle, allocation = _allocation(word)
     _check_fits(role, handle, allocation)
     options = [option for name in role.env for option in ("--env", name)]
-    words = ["-m", "torchx_monarch.cli.main", "exec", escape(handle), "--queue", "--as-job", *options, "--"]
-    role.args = [*words, escape(role.entrypoint), *role.args]
-    role.entrypoint, role.num_replicas, role.min_replicas = escape(python), 1, None
+    words = [python, "-m", "torchx_monarch.cli.main", "exec", escape(handle), "--queue", "--as-job", *options, "--"]
+    insert_words(role, found, words)
+    role.num_replicas, role.min_replicas = 1, None
     role.resource = replace(role.resource, gpu=0)  # the process needs none of this machine
     logs = log_folder(allocation)[0]
     spec = RoleSpec.from_role(
