@@ -106,6 +106,8 @@ def test_jobs_run_on_hosts_that_are_there_one_after_the_other(
         assert lines[-1].startswith("[monarch] run 3 SUCCEEDED: all 2 ranks")
         assert run_torchx("monarch", "logs", queued, "--rank", "1").stdout == "[1] ['works'] a b 2\n"
         assert [*runner.log_lines(queued, "train", 1)] == []
+        stacks = run_torchx("monarch", "stacks", queued)
+        assert stacks.returncode and f"{queued} was run 3 of {hosts}, which has no run now" in stacks.stderr
         status = json.loads(run_torchx("monarch", "status", "--json", queued).stdout)
         assert status["account"]["lost"]["waiting"] > 0
         assert (status["step"], status["metrics"][0]["name"], status["metrics"][0]["last"]) == (3, "loss", 0.5)

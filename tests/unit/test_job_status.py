@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torchx_monarch.cli import status as status_command
 from torchx_monarch.cli.explain import submitted_differences
 from torchx_monarch.cli.status import facts, only_roles, render, show_when
 from torchx_monarch.client.connection import Target
-from torchx_monarch.exceptions import UnreachableError
+from torchx_monarch.exceptions import AllocationError, UnreachableError
 from torchx_monarch.insight import events
 from torchx_monarch.insight.rank_sample import NO_SAMPLES, RankSample, RankSamples
 from torchx_monarch.insight.slowness import Kind, Slowness
@@ -496,6 +497,15 @@ def test_the_ranks_of_one_role_are_asked_while_another_one_starts(
     reader = jobs.JobReader(scheduler, HANDLE, "train-x7", "trainer", "", 1.0)
     reader._with_ranks(jobs.JobFacts(snapshot(), status, build_timeline([], [], end=NOW)), 0.0)
     assert ask_samples.call_count == asked
+
+
+@pytest.mark.parametrize("error", [UnreachableError("broken"), AllocationError("it runs another job")], ids=str)
+def test_hosts_that_have_another_run_are_not_silent(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "ask_samples", Mock(side_effect=error))
+    app = snapshot(last_sign_of_life=time.time() - 100)
+    reader = jobs.JobReader(Mock(), HANDLE, "train-x7", "train", "", 1.0, hosts=Mock(handle=HANDLE))
+    facts = reader._with_ranks(jobs.JobFacts(app, status_of(app), build_timeline([], [], end=NOW)), 0.0)
+    assert facts.problem == str(error) and (facts.status.silent is not None) == isinstance(error, UnreachableError)
 
 
 @pytest.mark.parametrize("error", [UnreachableError("no"), BackendError("no")], ids=["host", "scheduler"])

@@ -131,7 +131,9 @@ class JobReader:
             if self.hosts is None or self.hosts.handle != self.handle:  # hosts of an allocation may have another run
                 self.hosts = Hosts.of_ranks(self.handle, role, self.address)
             activity, missing = self._ask_ranks(self.hosts, pause)
-        except (*NO_ANSWER, AllocationError) as error:
+        except AllocationError as error:
+            return replace(facts, problem=str(error))
+        except NO_ANSWER as error:
             return replace(facts, problem=str(error), status=replace(facts.status, silent=_silent(facts, role)))
         last = max((rank.last_output for rank in activity if rank.last_output is not None), default=None)
         account = job_status.account_of(facts.app, facts.timeline, activity)

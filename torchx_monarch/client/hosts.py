@@ -148,7 +148,8 @@ class Hosts:
         current = hosts.ask({"type": "state"}, wait=False)["live"]["run"]
         if not own or own[-1].number != current:
             what = f"was run {own[-1].number} of" if own else "waits for its turn on"
-            raise AllocationError(f"{handle} {what} {allocation}, which has run {current} now")
+            now = "no run" if current is None else f"run {current}"
+            raise AllocationError(f"{handle} {what} {allocation}, which has {now} now")
         return hosts
 
     def __getstate__(self) -> dict[str, Any]:
