@@ -39,8 +39,9 @@ from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.codec import decode
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
+from torchx_monarch.model.world import HostRange, World
 from torchx_monarch.system import cgroups, run_dirs, safe_files
-from torchx_monarch.system.console import Console
+from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.training import saved
 from torchx_monarch.training.checkpoint import MEMORY, Written
 from torchx_monarch.transport.connections import Address
@@ -310,6 +311,24 @@ def test_what_hosts_have_copied_is_removed_after_the_last_has_ended_to_copy() ->
 
     assert asyncio.run(main()) == "the connection of host 0 has ended"
     assert asked == [(1, (1,)), (0, ())]
+
+
+def test_a_host_says_that_some_ranks_do_not_save(tmp_path: Path, be: Be, capfd: pytest.CaptureFixture[str]) -> None:
+    """As in a program with ``if rank == 0`` around a checkpoint for all ranks, which would lose all of them."""
+
+    async def main() -> None:
+        checkpoints = await checkpoints_of(tmp_path)
+        checkpoints.world = World(0, 0, 0, (HostRange(0, 1, 4),), "", 0, False, "")
+        be(0, memory=checkpoints.folder)
+        for step in range(4):
+            save(tmp_path, step)
+            assert (await checkpoints.find()).parts == ()
+        WriterThread.finish()
+        checkpoints.close()()
+
+    asyncio.run(main())
+    said = "3 checkpoints do not count, because ranks 1-3 of this host did not save them; if only rank 0 saves: "
+    assert capfd.readouterr().err == f"[monarch] host 0: {said}checkpoint(step, ranks=[0])\n"
 
 
 def test_a_host_ignores_what_a_rank_gives_up_as_the_host_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import os
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from torchx_monarch.controller.host_messages import (
@@ -26,6 +26,7 @@ from torchx_monarch.controller.host_messages import (
 )
 from torchx_monarch.host.checkpoint_files import PartError, PartExchange, PartFile, PartFiles, PartGoneError, checked
 from torchx_monarch.host.host import Host
+from torchx_monarch.insight.stacks import rank_ranges
 from torchx_monarch.model.codec import decode
 from torchx_monarch.model.world import World
 from torchx_monarch.system import run_dirs, safe_files
@@ -34,6 +35,10 @@ from torchx_monarch.system.run_dirs import MemoryDir
 from torchx_monarch.training import saved
 from torchx_monarch.training.checkpoint import WRITING, Written
 from torchx_monarch.transport.connections import ConnectError
+
+_MOST_WAITING = 3
+"""Checkpoints that wait for a rank of this host which has saved none of them, from which on the log says so: a program
+in which rank 0 alone saves, and does not say so, would have none without a word."""
 
 _OWN = 2
 """Checkpoints of this host that stay although replica 0 does not know yet whether they are whole."""
@@ -135,9 +140,15 @@ class HostCheckpoints:
 
     def _completed(self) -> list[tuple[CheckpointPart, str, dict[str, int]]]:
         found: list[tuple[CheckpointPart, str, dict[str, int]]] = []
+        if (world := self.world) is None:
+            return found
+        own = world.place(self._host.options.replica).ranks
+        waiting = list[Collection[int]]()
         for path, step in self._writing():
             try:
-                if self.world is None or (part := self._part(self.world, path, step)) is None:
+                written = _written(path, own)
+                if (part := self._part(world, written, step)) is None:
+                    waiting += [written.keys()] if written else []
                     continue
                 sizes = saved.sizes(os.path.join(path, saved.step_name(step)))
                 size = sum(sizes.values())
@@ -149,6 +160,12 @@ class HostCheckpoints:
             except (OSError, ValueError, saved.NotWholeError) as error:
                 self._say(f"the checkpoint of step {step} is not kept: {error}")
                 self._remove(path)
+        if len(waiting) >= _MOST_WAITING and (lacking := {*own}.difference(*waiting)):
+            who, savers = rank_ranges(sorted(lacking)), sorted({*own} - lacking)
+            count = f"{_MOST_WAITING} checkpoints do not count, because {who} of this host"
+            self._say(
+                f"{count} did not save them; if only {rank_ranges(savers)} saves: checkpoint(step, ranks={savers})"
+            )
         return found
 
     def _writing(self) -> list[tuple[str, int]]:
@@ -169,18 +186,13 @@ class HostCheckpoints:
     def _generation(self, step: int, attempt: int) -> str:
         return os.path.join(self.folder, f"generation_{step}_{attempt}")
 
-    def _part(self, world: World, path: str, step: int) -> CheckpointPart | None:
+    def _part(self, world: World, written: Mapping[int, Written], step: int) -> CheckpointPart | None:
         """Return the part of the ranks of this host if they are all done."""
         replica = self._host.options.replica
-        own = world.place(replica).ranks
-        written = {}
-        for rank in own:
-            with contextlib.suppress(FileNotFoundError):
-                said = safe_files.read_json(os.path.join(path, f"rank_{rank}"))
-                written[rank] = decode(Written, said, "what a rank says of its checkpoint")
         if not written:
             return None
         said = next(iter(written.values()))
+        own = world.place(replica).ranks
         if any(rank not in written and (not said.ranks or rank in said.ranks) for rank in own):
             return None
         if any(other != said for other in written.values()):
@@ -346,6 +358,16 @@ def _target(path: str) -> str:
     with contextlib.suppress(OSError):
         return os.readlink(path)
     return ""
+
+
+def _written(path: str, ranks: Iterable[int]) -> dict[int, Written]:
+    """Return what those of the ranks say that are done."""
+    written = {}
+    for rank in ranks:
+        with contextlib.suppress(FileNotFoundError):
+            said = safe_files.read_json(os.path.join(path, f"rank_{rank}"))
+            written[rank] = decode(Written, said, "what a rank says of its checkpoint")
+    return written
 
 
 def _done(files: tuple[PartFile, ...]) -> asyncio.Future[tuple[PartFile, ...]]:
