@@ -162,10 +162,9 @@ class HostCheckpoints:
                 self._remove(path)
         if len(waiting) >= _MOST_WAITING and (lacking := {*own}.difference(*waiting)):
             who, savers = rank_ranges(sorted(lacking)), sorted({*own} - lacking)
-            count = f"{_MOST_WAITING} checkpoints do not count, because {who} of this host"
-            self._say(
-                f"{count} did not save them; if only {rank_ranges(savers)} saves: checkpoint(step, ranks={savers})"
-            )
+            why = f"because {who} of this host did not save them"
+            instead = f"if only {rank_ranges(savers)} saves: checkpoint(step, ranks={savers})"
+            self._say(f"{_MOST_WAITING} checkpoints do not count, {why}; {instead}")
         return found
 
     def _writing(self) -> list[tuple[str, int]]:
