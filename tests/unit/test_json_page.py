@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import errno
 import getpass
+import io
 import json
 import os
 import re
@@ -144,6 +145,18 @@ def test_output_that_cannot_be_written(
         main.CmdMonarch().run(argparse.Namespace(sub_command="ls"))
     assert ended.value.code == code
     assert capsys.readouterr().err == said
+
+
+def test_a_locale_without_the_characters_of_a_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Module:
+        @staticmethod
+        def run(args: argparse.Namespace) -> None:
+            print("ö █")
+
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written := io.BytesIO(), encoding="latin-1"))
+    monkeypatch.setattr(main, "load", lambda name: Module)
+    main.CmdMonarch().run(argparse.Namespace(sub_command="ls"))
+    assert written.getvalue() == b"\xf6 \\u2588\n"
 
 
 @pytest.mark.parametrize("error", [TimeoutError("timed out"), OSError(errno.EMFILE, "Too many open files")])

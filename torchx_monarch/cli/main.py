@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import os
 import re
 import sys
@@ -123,6 +124,8 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         from torchx_monarch.exceptions import TorchXMonarchError
         from torchx_monarch.system.termination import signal_of
 
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a locale may lack the characters of curves
         try:
             try:
                 if getattr(args, "handle", None) is not None:
