@@ -233,6 +233,37 @@ def test_the_end_of_a_queued_run_leaves_the_timeout_of_the_running_one(tmp_path:
     asyncio.run(main())
 
 
+def test_a_run_of_a_job_ends_with_its_last_client(tmp_path: Path) -> None:
+    async def main() -> None:
+        runs = Replica0(tmp_path).runs
+
+        async def connect(**greeting: object) -> tuple[Peer, socket.socket]:
+            own, client = socket.socketpair()
+            return Peer(greeting, *await asyncio.open_connection(sock=own)), client
+
+        request = {"type": "run", "command": ["python", "x.py"], "queue": True, "ends_with_client": True}
+        clients = [await connect(**request) for _ in range(2)]
+        clients[0][0].writer.close()  # it is gone before it is told the number of its run
+        for peer, _ in clients:
+            asyncio.ensure_future(runs._run(peer))
+        await until_async(lambda: len(runs._known) == 2 and runs.find(1).state == "stopped", "the end of the first run")
+        clients.append(await connect(run=2))
+        following = asyncio.ensure_future(runs._follow(clients[2][0]))
+        await until_async(lambda: runs.find(2).clients == 2, "two clients of the second run")
+        clients[1][1].close()
+        await until_async(lambda: runs.find(2).clients == 1, "the loss of one of them")
+        await asyncio.sleep(0)
+        assert runs.find(2).state == "queued"
+        clients[2][1].close()
+        await following
+        await until_async(lambda: runs.find(2).state == "stopped", "the end of the second run")
+        for peer, client in clients:
+            peer.writer.close()
+            client.close()
+
+    asyncio.run(main())
+
+
 def test_an_event_ends_the_wait_for_a_run_also_when_a_client_leaves_meanwhile(tmp_path: Path) -> None:
     """A cancelled ``asyncio.wait_for`` whose future is done goes on, until Python 3.12."""
 

@@ -401,16 +401,16 @@ class RunQueue:
         raise RendezvousError(f"{which} is not known here; the last was {self._number or 'none'}")
 
     async def _serve_records(self, run: Run, peer: Peer, wait: bool = True) -> None:
+        run.clients += 1
         if await peer.send({"type": "accepted", "run": run.number}):
             feeding = asyncio.ensure_future(self._feed(run, wait, peer))
             self._feeding.add(feeding)
             feeding.add_done_callback(self._feeding.discard)
-            run.clients += 1
             await peer.while_connected(feeding)
-            run.clients -= 1
-            if run.request.ends_with_client and run.result is None:
-                is_local = peer.writer.get_extra_info("socket").family == socket.AF_UNIX
-                asyncio.get_running_loop().call_later(0 if is_local else _CLIENT_TIMEOUT, self._end_deserted, run)
+        run.clients -= 1
+        if run.request.ends_with_client and run.result is None:
+            is_local = peer.writer.get_extra_info("socket").family == socket.AF_UNIX
+            asyncio.get_running_loop().call_later(0 if is_local else _CLIENT_TIMEOUT, self._end_deserted, run)
 
     def _end_deserted(self, run: Run) -> None:
         if not run.clients:
