@@ -170,11 +170,7 @@ def path_in_library(path: str) -> str:
 
 
 def _shortened(callstack: str, max_text: int) -> str:
-    """Leave out the frames of libraries that are followed by another frame, and the ends of long texts of exceptions.
-
-    The text of an exception alone is longer than what a host of many ranks reports of each, when the keys that a
-    checkpoint lacks are listed.
-    """
+    """Leave out frames of libraries that another frame follows, and the ends of long texts of exceptions."""
     lines, pending, room = list[str](), list[str](), max_text
     for line in callstack.splitlines(keepends=True):
         is_frame = line.lstrip(" |").startswith('File "')
