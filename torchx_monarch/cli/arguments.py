@@ -104,13 +104,6 @@ def hosts_of(args: argparse.Namespace, **options: Any) -> Hosts:
     return Hosts(args.handle, args.role, args.address, **options)
 
 
-def hosts_of_ranks(args: argparse.Namespace) -> Hosts:
-    """Return the hosts that run the ranks of the app that the options name."""
-    from torchx_monarch.client.hosts import Hosts
-
-    return Hosts.of_ranks(args.handle, args.role, args.address)
-
-
 def rank_list(text: str) -> tuple[range, ...]:
     """Parse ``--rank``, a list of ranks and ranges of ranks: ``0,3-5``."""
     from torchx_monarch.insight.group_calls import parse_ranks

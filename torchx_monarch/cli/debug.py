@@ -16,7 +16,7 @@ import tty
 from collections.abc import Iterator
 
 from torchx_monarch.cli import exit_codes
-from torchx_monarch.cli.arguments import add_hosts, hosts_of_ranks
+from torchx_monarch.cli.arguments import add_hosts
 from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.cli.output import print_json, print_table
 from torchx_monarch.client.connection import Connection
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
 
     Exit with ``UNAVAILABLE`` if none waits.
     """
-    hosts = hosts_of_ranks(args)
+    hosts = Hosts.of_ranks(args.handle, args.role, args.address)
     found = [place for place in list_breakpoints(hosts) if args.rank in (None, place.rank)]
     waiting = [place for place in found if not place.attached]
     if args.json:

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Mapping
 
 from torchx_monarch.cli import exit_codes
-from torchx_monarch.cli.arguments import add_hosts, hosts_of_ranks, rank_list, seconds
+from torchx_monarch.cli.arguments import add_hosts, rank_list, seconds
 from torchx_monarch.cli.output import STDOUT, print_json, write_output
-from torchx_monarch.client.hosts import say
+from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.client.rank_queries import ask_profiles, ask_stacks, describe_absent
 from torchx_monarch.insight.profile import MAX_SECONDS, collapsed, flame_graph, speedscope
 from torchx_monarch.insight.stacks import rank_ranges, render
@@ -49,7 +49,7 @@ def _output(path: str) -> str:
 def run(args: argparse.Namespace) -> None:
     """Write the profile; exit with ``UNAVAILABLE`` if a host or a rank has none."""
     ranks = set(itertools.chain.from_iterable(args.rank or ()))
-    hosts = hosts_of_ranks(args)
+    hosts = Hosts.of_ranks(args.handle, args.role, args.address)
     profiles, missing = ask_profiles(hosts, ranks, args.seconds, args.idle)
     found = [profile for profile in profiles if profile.samples]
     _say_missing(missing)
@@ -83,7 +83,7 @@ class CmdStacks:
 
     def run(self, args: argparse.Namespace) -> None:
         """Print the stacks; exit with ``UNAVAILABLE`` if a host has not answered, or no rank runs."""
-        hosts = hosts_of_ranks(args)
+        hosts = Hosts.of_ranks(args.handle, args.role, args.address)
         stacks, missing = ask_stacks(hosts, args.rank)
         if args.json:
             print_json({"stacks": [dataclasses.asdict(stack) for stack in stacks], "missing": missing})

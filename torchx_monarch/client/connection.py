@@ -100,10 +100,11 @@ def _on_this_machine(handle: str, app_id: str, role: str, runner: Runner | None)
             "one elsewhere. The command that submits a job stores it there",
             final=True,
         )
-    names = [app_role.name for app_role in app.roles]
-    _check_role(handle, role or names[0], names)
-    index = names.index(role or names[0])
-    return Address("unix", path=os.path.join(app.run_dir, f"{index}.sock"))
+    indices = {app_role.name: index for index, app_role in enumerate(app.roles) if app_role.spec.runs_hosts}
+    if not indices:
+        raise UnreachableError(f"{handle} has no hosts: {app.roles[0].spec.unwrapped}", final=True)
+    _check_role(handle, role := role or next(iter(indices)), indices)
+    return Address("unix", path=os.path.join(app.run_dir, f"{indices[role]}.sock"))
 
 
 def _check_role(handle: str, role: str, names: Collection[str]) -> None:
