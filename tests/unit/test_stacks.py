@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.waits import until
+from torchx_monarch.cli import explain
 from torchx_monarch.insight.profile import RankProfile, collapsed, flame_graph, parse_collapsed, speedscope
 from torchx_monarch.insight.stacks import (
     Frame,
@@ -28,6 +29,7 @@ from torchx_monarch.insight.stacks import (
     render,
     shared_stacks,
 )
+from torchx_monarch.insight.summary import raised_at
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.system.process_status import kernel_wait, system_call
 
@@ -70,8 +72,10 @@ def test_names_that_are_not_ascii(tmp_path: Path) -> None:
     exec(compile("def über(dump, file):\n    dump(file)\n", "/prög/漢/😀/\udc80\x9b.py", "exec"), dump)
     with open(tmp_path / "stacks", "w+") as file:
         dump["über"](faulthandler.dump_traceback, file)
-        frames = parse_faulthandler((tmp_path / "stacks").read_text())[0].frames
+        text = (tmp_path / "stacks").read_text()
+        frames = parse_faulthandler(text)[0].frames
     assert frames[0] == Frame(r"/prög/漢/😀/\udc80\x9b.py", 2, "über")
+    assert raised_at(explain._crash(text)) == r"/prög/漢/😀/\udc80\x9b.py, line 2, in über"
 
 
 @pytest.mark.parametrize(

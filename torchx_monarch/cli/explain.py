@@ -29,6 +29,7 @@ from torchx_monarch.cli.status import facts_by_title, state_and_time
 from torchx_monarch.client.rank_queries import ask_stacks
 from torchx_monarch.exceptions import AllocationError
 from torchx_monarch.insight.stacks import render as render_stacks
+from torchx_monarch.insight.stacks import unescaped
 from torchx_monarch.insight.summary import raised_at, show_duration
 from torchx_monarch.insight.timeline import Timeline
 from torchx_monarch.model.host_result import HostResult
@@ -144,7 +145,7 @@ def explain(job: JobReader, facts: JobFacts) -> Explanation:
 def _crash(output: str) -> str:
     """Return the stack of an interpreter that a signal has ended, as a traceback has it; empty without one."""
     found = _CRASH.findall(output)[-1:]
-    frames = reversed(_FRAME.findall(found[0])) if found else ()
+    frames = reversed(_FRAME.findall(unescaped(found[0]))) if found else ()
     return "".join(f'  File "{path}", line {line}, in {name}\n' for path, line, name in frames)
 
 

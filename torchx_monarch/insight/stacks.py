@@ -135,7 +135,12 @@ def parse_faulthandler(text: str, own_files: Iterable[str] = ()) -> tuple[Thread
 
 
 def _name(text: str) -> str:
-    return one_line(_ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), text), _MAX_NAME)
+    return one_line(unescaped(text), _MAX_NAME)
+
+
+def unescaped(text: str) -> str:
+    """Return a text of ``faulthandler`` with the characters that it has escaped."""
+    return _ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), text)
 
 
 def _without(own: frozenset[str], frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
