@@ -36,7 +36,7 @@ from torchx_monarch.training import saved
 from torchx_monarch.training.checkpoint import WRITING, Written
 from torchx_monarch.transport.connections import ConnectError
 
-_MOST_WAITING = 3
+_MIN_WAITING = 3
 """Checkpoints that wait for a rank of this host which has saved none of them, from which on the log says so: a program
 in which rank 0 alone saves, and does not say so, would have none without a word."""
 
@@ -160,11 +160,11 @@ class HostCheckpoints:
             except (OSError, ValueError, saved.NotWholeError) as error:
                 self._say(f"the checkpoint of step {step} is not kept: {error}")
                 self._remove(path)
-        if len(waiting) >= _MOST_WAITING and (lacking := {*own}.difference(*waiting)):
+        if len(waiting) >= _MIN_WAITING and (lacking := {*own}.difference(*waiting)):
             who, savers = rank_ranges(sorted(lacking)), sorted({*own} - lacking)
             why = f"because {who} of this host did not save them"
             instead = f"if only {rank_ranges(savers)} saves: checkpoint(step, ranks={savers})"
-            self._say(f"{_MOST_WAITING} checkpoints do not count, {why}; {instead}")
+            self._say(f"{_MIN_WAITING} checkpoints do not count, {why}; {instead}")
         return found
 
     def _writing(self) -> list[tuple[str, int]]:
