@@ -168,6 +168,7 @@ def test_a_damaged_checkpoint_is_not_used_and_the_last_is_saved_at_the_end(folde
     words = ("--kill", "0:wait:5:left", "--kill", "1:wait:7:left", "--persist", str(persist))
     training = Training(folder, *words)
     training.until_copied(5)
+    until(lambda: len([*persist.glob("step_*")]) == 2, "the copy of the first")
     for path in (path for memory in {*training.memories()} for path in memory.glob("*_5_0*/step_5/rank_3")):
         path.write_text("5 13")
     training.kill(0)

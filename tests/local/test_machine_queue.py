@@ -167,7 +167,7 @@ def test_slots_are_counted(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_job_waits_pending_and_can_be_cancelled(driver: Path, apps: Detached) -> None:
     first = apps.run(sh("echo $$CUDA_VISIBLE_DEVICES $$CUDA_DEVICE_ORDER; exec sleep 1000"), gpus=4)
     until(lambda: apps.status(first).state is AppState.RUNNING, "its start")
-    second, third = apps.run(sh("true"), gpus=1), apps.run(sh("exit 3"), gpus=2)
+    second, third = apps.run(sh("true", wrap=True), gpus=1), apps.run(sh("exit 3"), gpus=2)
     until(lambda: "behind" in apps.status(third).msg, "the queue")
     assert apps.status(second).state is AppState.PENDING
     assert apps.status(second).msg == f"waits for 1 GPU, 0 are free: {first} has 0,1,2,3"
