@@ -157,7 +157,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             _warn_of_few_resources(app)
         if not self.inner.makes_mounts(options):
             warn_of_mounts(app, self.backend)
-        submitted = SubmittedApp(app, rewritten.roles, dict(cfg))
+        submitted = SubmittedApp(app, rewritten.roles)
         rendered = self.inner.render(rewritten.app, submitted, options)
         return _DryRun(rendered, self.inner, submitted, images)
 

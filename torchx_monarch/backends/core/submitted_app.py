@@ -6,8 +6,8 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 from torchx.specs import AppDef, BindMount, DeviceMount, Resource, RetryPolicy, Role, VolumeMount, Workspace
@@ -34,7 +34,6 @@ class SubmittedApp:
 
     app: AppDef
     roles: Sequence[RoleSpec]
-    cfg: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the app as JSON values.
@@ -44,7 +43,7 @@ class SubmittedApp:
         """
         roles = [_role_to_json(role) for role in self.app.roles]
         app = {"name": self.app.name, "metadata": dict(self.app.metadata), "roles": roles}
-        return {"app": app, "roles": [asdict(role) for role in self.roles], "cfg": dict(self.cfg)}
+        return {"app": app, "roles": [asdict(role) for role in self.roles]}
 
     @classmethod
     def from_json(cls, data: Any, source: str = "the stored app") -> SubmittedApp:
@@ -54,14 +53,14 @@ class SubmittedApp:
             DamagedFileError: the data is no app; ``source`` says in the message where it was.
         """
         try:
-            specs, cfg = codec.decode(list[RoleSpec], data["roles"]), codec.decode(dict[str, Any], data.get("cfg", {}))
+            specs = codec.decode(list[RoleSpec], data["roles"])
             roles = [_role_from_json(role) for role in data["app"]["roles"]]
             app = AppDef(data["app"]["name"], roles, data["app"].get("metadata", {}))
             if [spec.name for spec in specs] != [role.name for role in roles]:
                 raise ValueError("its roles have other names than their specs")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise state_files.DamagedFileError(f"{source} is damaged: {error!r}") from None
-        return cls(app, specs, cfg)
+        return cls(app, specs)
 
     @classmethod
     def load(cls, path: str, below: str | None = None) -> SubmittedApp | None:
@@ -70,12 +69,11 @@ class SubmittedApp:
         return None if stored is None else cls.from_json(stored, one_line(path))
 
     def pack(self) -> str:
-        """Encode the app without its run options as one word of text, for labels, comments and annotations.
+        """Encode the app as one word of text, for labels, comments and annotations.
 
         The word is base64 of compressed JSON; environments and arguments are repetitive and compress well.
         """
-        data = {name: value for name, value in self.to_json().items() if name != "cfg"}
-        text = json.dumps(data, default=str, separators=(",", ":"))
+        text = json.dumps(self.to_json(), default=str, separators=(",", ":"))
         return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
     @classmethod
