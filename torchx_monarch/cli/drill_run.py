@@ -246,7 +246,7 @@ class Run:
         """Return the processes of the ranks that were started last."""
         if (found := self._apps.read(self._app_id)) is None:
             return []
-        return [rank.pid for rank in timeline_of(*found, time.time()).started_last() if rank.pid is not None]
+        return [rank.pid for rank in timeline_of(*found, time.time()).last_ranks() if rank.pid is not None]
 
     def _hosts(self) -> list[int]:
         record = SupervisorRecord.load(self._paths)

@@ -222,19 +222,11 @@ class Timeline:
         """Return the spans of a kind; of all roles if ``role`` is None."""
         return [span for span in self.spans if span.kind == kind and role in (None, span.role)]
 
-    def started_last(self) -> list[Span]:
-        """Return the ranks of each role that were started last, or its commands."""
-        ranks = self.spans_of("rank")
-        last = {rank.role: rank.parent for rank in ranks}
-        return [rank for rank in ranks if rank.parent is last[rank.role]]
-
     def last_ranks(self) -> list[Span]:
-        """Return the ranks of each role's last attempt, by role and rank."""
-        last: dict[tuple[str, int], Span] = {}
-        attempts = {span.role: span for span in self.spans_of("attempt")}
-        for span in self.spans_of("rank"):
-            if span.parent is attempts[span.role]:
-                last[span.role, span.number] = span
+        """Return the ranks of each role that were started last, or its commands, by role and rank."""
+        ranks = self.spans_of("rank")
+        attempts = {rank.role: rank.parent for rank in ranks}
+        last = {(rank.role, rank.number): rank for rank in ranks if rank.parent is attempts[rank.role]}
         return [last[key] for key in sorted(last)]
 
     def attempt_folder(self, attempt: Span) -> str:
