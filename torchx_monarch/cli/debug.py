@@ -23,6 +23,7 @@ from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.model.codec import decode
+from torchx_monarch.system.safe_files import write_all
 from torchx_monarch.system.termination import termination
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -121,9 +122,7 @@ def _show(link: Connection) -> str:
         while message := link.receive(_MORE_TIMEOUT):
             if message.get("type") == "end":
                 return str(message.get("reason"))
-            data = str(message.get("data", "")).encode("latin-1", "replace")
-            while data:
-                data = data[os.write(1, data) :]
+            write_all(1, str(message.get("data", "")).encode("latin-1", "replace"))
         raise UnreachableError("the connection to the job broke")
     return ""
 

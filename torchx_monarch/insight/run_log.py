@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from torchx_monarch.system import safe_files
-from torchx_monarch.system.console import WriterThread, write_all
+from torchx_monarch.system.console import WriterThread
 from torchx_monarch.system.log_references import LogReference, ReferredLogs
 
 _CHUNK = 1 << 18
@@ -65,9 +65,10 @@ class RunLog:
     def _append(self, lines: bytes) -> None:
         before = os.fstat(self._file).st_size
         try:
-            if not write_all(self._file, lines):  # a full disk loses output, but does not end the run
-                written = lines[: os.fstat(self._file).st_size - before]
-                os.ftruncate(self._file, before + written.rfind(b"\n") + 1)
+            safe_files.write_all(self._file, lines)
+        except OSError:  # a full disk loses output, but does not end the run
+            written = lines[: os.fstat(self._file).st_size - before]
+            os.ftruncate(self._file, before + written.rfind(b"\n") + 1)
         finally:
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 self._loop.call_soon_threadsafe(self._has_appended, len(lines))

@@ -10,7 +10,6 @@ import asyncio
 import errno
 import io
 import os
-import select
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from torchx_monarch.system.line_output import LineOutput
+from torchx_monarch.system.safe_files import write_all
 
 T = TypeVar("T")
 
@@ -25,23 +25,10 @@ _MAX_PENDING = 1 << 20
 """Bytes that wait to be written before the ranks that write to the same place have to wait."""
 
 
-def write_all(fd: int, data: bytes) -> bool:
-    """Write all bytes; return False if the reader has closed the pipe, or the disk is full."""
-    view = memoryview(data)
-    while view:
-        try:
-            view = view[os.write(fd, view) :]
-        except BlockingIOError:  # O_NONBLOCK is inherited and shared with other processes: clearing it affects them
-            select.select([], [fd], [])
-        except OSError:
-            return False
-    return True
-
-
 class WriterThread:
     """Execute writes in a thread of their own, one after the other.
 
-    Data that cannot be written is lost: see ``write_all``. OSError says that the thread cannot be started.
+    Data that cannot be written is lost. OSError says that the thread cannot be started.
     """
 
     _unfinished = 0

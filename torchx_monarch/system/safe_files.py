@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import select
 import stat
 import tempfile
 from typing import IO, Any, TypeAlias
@@ -228,10 +229,13 @@ def write_into_reserve(reserve: str, path: str, data: bytes) -> None:
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write all bytes to a file; raise ``OSError`` if there is no room, where ``console.write_all`` returns False."""
+    """Write all bytes; raise ``OSError`` if the disk is full, or the reader has closed the pipe."""
     view = memoryview(data)
     while view:
-        view = view[os.write(fd, view) :]
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:  # O_NONBLOCK is inherited and shared with other processes: clearing it affects them
+            select.select([], [fd], [])
 
 
 def _open_at(folder: int | None, name: str, path: str, flags: int, any_owner: bool = False) -> int:
