@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -231,6 +232,20 @@ def test_the_end_of_a_queued_run_leaves_the_timeout_of_the_running_one(tmp_path:
         await replica0.runs.close(JobResult(0, "released", stopped=True))
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_job", [False, True], ids=["client", "job"])
+def test_the_log_of_a_run_has_events_for_a_client_that_is_a_job(tmp_path: Path, is_job: bool) -> None:
+    async def main() -> None:
+        replica0 = Replica0(tmp_path)
+        replica0.submit(ends_with_client=is_job)
+        await replica0.runs.next_run()
+        await replica0.runs.close(JobResult(0, "released", stopped=True))
+
+    asyncio.run(main())
+    WriterThread.finish()
+    records = map(json.loads, (tmp_path / "run_1/journal.jsonl").read_text().splitlines())
+    assert [record["type"] for record in records] == ["run", "phase", *["event"] * is_job, "result"]
 
 
 def test_a_run_of_a_job_ends_with_its_last_client(tmp_path: Path) -> None:

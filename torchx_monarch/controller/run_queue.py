@@ -11,9 +11,9 @@ Clients send these greetings to replica 0, one per connection, in addition to th
 =============  =====================================================================================================
 
 The answer to ``state`` has a further field ``live``, and ``stop`` releases the hosts. A run continues when its client
-disconnects, unless its request says otherwise. Its records are ``run``, ``phase`` (a line of the log), ``event``,
-``output`` (of one rank), ``value`` (a part of what a function returned in one rank), ``attempts``, ``exit`` (one per
-rank of the last attempt), and finally ``result``.
+disconnects, unless its request says otherwise. Its records are ``run``, ``phase`` (a line of the log), ``event`` (for a
+client that is a job), ``output`` (of one rank), ``value`` (a part of what a function returned in one rank),
+``attempts``, ``exit`` (one per rank of the last attempt), and finally ``result``.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class Run:
             self.run_log.close()
 
     def append(self, record: dict[str, Any]) -> None:
-        if self.run_log is not None:
+        """Append a record to the log; an event only for a client that is a job: no other reads events."""
+        if self.run_log is not None and (record["type"] != "event" or self.request.ends_with_client):
             self.run_log.append(record)
 
     @property

@@ -31,7 +31,7 @@ class RunRequest:
         workspace: names the client's folder of which the code is a copy; runs of other workspaces use other copies.
         timeout: seconds from its start after which the run is ended; None for no limit.
         queue: whether the run may wait for earlier runs.
-        ends_with_client: whether the run ends when the client that has requested it does.
+        ends_with_client: whether its client is a job, which takes over the events of the run, and with which it ends.
         function: what the program ``torchx_monarch.function`` calls, as base64 of a pickle; empty for other programs.
         by, shown: the user who requests the run, and the command as text, for messages.
     """
