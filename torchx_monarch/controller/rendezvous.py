@@ -52,8 +52,6 @@ _LATECOMERS = 1.0
 _CANCELLED_WITHIN = 60.0
 """Seconds for which a job whose ranks have saved for a client waits for its cancellation."""
 
-_STOPPED = JobResult(128 + signal.SIGTERM, "the job was stopped by its client", stopped=True)
-
 
 class Rendezvous:
     """Replica 0's side of the rendezvous.
@@ -61,6 +59,8 @@ class Rendezvous:
     Attributes:
         network: its own connections.
         members: the hosts.
+        stopped: the result of a job that its client stops.
+        more_state: returns further fields of the answer to ``state``, which take precedence.
 
     Args:
         min_hosts: minimum number of hosts that the job needs; None for all.
@@ -76,6 +76,8 @@ class Rendezvous:
         network.handlers.update(
             {"register": self._register, "resume": self._resume, "state": self._send_state, "stop": self._stop}
         )
+        self.stopped = JobResult(128 + signal.SIGTERM, "the job was stopped by its client", stopped=True)
+        self.more_state: Callable[[], messages.Message] = dict
         self._replicas = network.options.replicas
         self._min_hosts = self._replicas if min_hosts is None else min_hosts
         self._spares = network.options.spares
@@ -196,14 +198,15 @@ class Rendezvous:
     def state(self) -> messages.Message:
         """Return the hosts' state for a client."""
         hosts = list(filter(None, map(self.members.registered, range(self._replicas))))
-        return {"type": "state", "hosts": hosts, "missing": self.members.missing, "ended": self._result is not None}
+        common = {"type": "state", "hosts": hosts, "missing": self.members.missing, "ended": self._result is not None}
+        return {**common, **self.more_state()}
 
     async def _send_state(self, peer: Peer) -> None:
         await peer.send(self.state())
 
     async def _stop(self, peer: Peer) -> None:
         saves = peer.greeting.get("save") is True
-        self.events.post(StopRequested(0, _STOPPED, saves=saves))
+        self.events.post(StopRequested(0, self.stopped, saves=saves))
         if not saves:
             await peer.send(self.state())
             return
@@ -227,7 +230,7 @@ class Rendezvous:
         self._saved = result
         self.members.notify()
         if self._cancelling:
-            self.events.take(lambda event: event.result is _STOPPED)
+            self.events.take(lambda event: event.result is self.stopped)
             cancelling = asyncio.sleep(_CANCELLED_WITHIN if result.stopped else 0.0)
             await self.events.until_event(cancelling, lambda event: event.replica == 0)
 

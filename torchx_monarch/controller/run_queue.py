@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchx_monarch.command.allocation_spec import AllocationSpec
-from torchx_monarch.controller.host_events import Changes, RunEndRequested, StopRequested, concerns_hosts
+from torchx_monarch.controller.host_events import Changes, RunEndRequested, concerns_hosts
 from torchx_monarch.controller.host_messages import (
     BeginRun,
     FinishRun,
@@ -200,15 +200,10 @@ class RunQueue:
         self._changes = Changes()
         self._result: JobResult | None = None
         self._feeding = set[asyncio.Task[Any]]()
+        hosts.rendezvous.stopped = JobResult(0, "released by its client", stopped=True)
+        hosts.rendezvous.more_state = self._state
         hosts.rendezvous.network.handlers.update(
-            {
-                "state": self._send_state,
-                "stop": self._stop,
-                "run": self._run,
-                "follow": self._follow,
-                "runs": self._runs,
-                "end-run": self._end_run,
-            }
+            {"run": self._run, "follow": self._follow, "runs": self._runs, "end-run": self._end_run}
         )
 
     @property
@@ -347,7 +342,7 @@ class RunQueue:
         elif run.result is None:
             self._events.post(RunEndRequested(0, result, number))
 
-    def state(self) -> messages.Message:
+    def _state(self) -> messages.Message:
         current, queue = self.current, self._queue
         idle = 0.0 if current or queue or self._users else time.monotonic() - self._busy_at
         live = {
@@ -359,7 +354,7 @@ class RunQueue:
             "idle_timeout": self.idle_timeout,
             "warm": self._is_warm(),
         }
-        return {**self.hosts.rendezvous.state(), "ended": self._result is not None, "live": live}
+        return {"ended": self._result is not None, "live": live}
 
     def submit(self, request: RunRequest) -> Run:
         """Accept a run and queue it; raise ``RendezvousError`` if it is refused."""
@@ -431,13 +426,6 @@ class RunQueue:
             # There is no log if the run has not begun, and it lacks its last record if the disk was full.
             if run.last_record is not None and not last.startswith(b'{"type":"result"'):
                 await peer.send(run.last_record)
-
-    async def _send_state(self, peer: Peer) -> None:
-        await peer.send(self.state())
-
-    async def _stop(self, peer: Peer) -> None:
-        self._events.post(StopRequested(0, JobResult(0, "released by its client", stopped=True)))
-        await peer.send(self.state())
 
     async def _run(self, peer: Peer) -> None:
         try:
