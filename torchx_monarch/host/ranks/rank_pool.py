@@ -109,7 +109,7 @@ class RankPool(ProcessPool):
         """Open the port where the ranks meet, on rank 0's host (``OpenStore``)."""
         endpoint = await MasterEndpoint.create(self.run.command.options, bind, advertised, hosts)
         zygote = await self.starter.importer()
-        serves = zygote is not None and (await zygote.imports())["serves_store"]
+        serves = zygote is not None and "torch" in self.starter.versions
         port, served = await self.starter.store.open(endpoint, serves)
         if self._is_retired:  # the run has ended meanwhile
             self.starter.store.close()

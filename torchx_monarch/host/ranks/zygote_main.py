@@ -6,8 +6,8 @@ alone. ``FD`` is one end of a socket pair on which the host sends orders as JSON
 
 =========================================  ====================================================================
 ``{"op": "import", "modules": [...]}``     import modules, with ``sys.path[0]`` as for the program of ``mode`` and
-                                           ``target``; answer ``unsafe``, why ranks cannot be forked, or empty,
-                                           ``serves_store``, whether torch has been imported, and ``versions``
+                                           ``target``; answer ``unsafe``, why ranks cannot be forked, or empty, and
+                                           ``versions``, by names: of torch if that has been imported
 ``{"op": "lead", "statements": [...]}``    execute the leading statements of the program at ``path``, in the folder
                                            ``cwd`` unless it is null, with ``env`` added, as far as ranks can share
                                            what these do; answer ``unshared``, the first that they cannot share
@@ -86,7 +86,7 @@ def _die_with(parent: int) -> None:
 
 def _import(order: dict[str, Any]) -> dict[str, Any]:
     if not order["modules"]:
-        return {"unsafe": "", "serves_store": False, "versions": {}}  # each rank executes an interpreter of its own
+        return {"unsafe": "", "versions": {}}  # each rank executes an interpreter of its own
     safety = _program["run_sibling_file"]("fork_safety.py")
     before, generators = safety["Resources"](_fork), safety["Generators"]()
     unsafe: str = before.tracer()
@@ -116,7 +116,7 @@ def _import(order: dict[str, Any]) -> dict[str, Any]:
         _program["run_sibling_file"]("exit_functions.py")["leave_operators"]()
     gc.freeze()
     _program["unsafe"] = unsafe
-    return {"unsafe": unsafe, "serves_store": "torch" in sys.modules, "versions": _versions()}
+    return {"unsafe": unsafe, "versions": _versions()}
 
 
 def _versions() -> dict[str, str]:
@@ -215,8 +215,6 @@ def _cpus_near(gpu: int, mode: str) -> list[int]:
 
 def _serve_store(address: str, listener: int) -> Any:
     """Serve a TCPStore on a listening socket, in threads of torch; return the store, to be kept alive by the caller."""
-    if "torch" not in sys.modules:
-        raise RuntimeError("torch has not been imported")  # to import it for the store alone would take seconds
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     bound = socket.socket(fileno=listener)
