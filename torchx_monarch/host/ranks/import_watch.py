@@ -168,7 +168,7 @@ class ImportWatch:
         self._values = values
         self._stamps: dict[tuple[str, str], object] = {}
         self._is_compared = False
-        self._asked: list[str] = []
+        self._asked = ""
         self._given: list[tuple[Any, Callable[[], Any]]] = []
         self._made: list[Any] = []
         self._kept: list[tuple[dict[str, Any], str, Any, Callable[[], Any], int]] = []
@@ -230,7 +230,7 @@ class ImportWatch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the body of a ``with`` statement."""
-        self._is_active, self.stopped, self._given, self._asked = True, "", [], []
+        self._is_active, self.stopped, self._given, self._asked = True, "", [], ""
         gc.freeze()
         try:
             yield
@@ -271,7 +271,7 @@ class ImportWatch:
 
     def _see_attribute(self, name: str) -> Any:
         if name == "argv" and self._is_active:
-            self.stop(f"{_callers()[0][0][1]} reads sys.argv")
+            self.stop(f"{_caller()[1]} reads sys.argv")
         raise AttributeError(f"module 'sys' has no attribute {name!r}")
 
     def _see_open(self, original: Any, *args: Any, **options: Any) -> Any:
@@ -279,7 +279,7 @@ class ImportWatch:
         file, how = given.get("file", given.get("path")), given.get("how", given.get("flags", given.get("mode", "r")))
         path = "" if isinstance(file, int) else _absolute(file)
         if path and not (path.endswith(".py") and path.startswith(self._installed)):  # the source of a module
-            self.places[path] = place = _callers()[0][0][1]
+            self.places[path] = place = _caller()[1]
             if _OF_A_PROCESS.match(path):
                 self.stop(f"{place} opens {path}")
             if "a" in how if isinstance(how, str) else how & os.O_APPEND:
@@ -291,7 +291,7 @@ class ImportWatch:
     def _see_path(self, kind: str, original: Any, path: Any = ".", **options: Any) -> Any:
         if not isinstance(path, int):
             # importlib.metadata lists all folders of sys.path for the packages that are there.
-            is_search = kind == "listing" and "importlib.metadata" in _callers()[1]
+            is_search = kind == "listing" and "importlib.metadata" in _caller()[2]
             self._stamp("packages" if is_search else kind, _absolute(path or "."))
         return original(path, **options)
 
@@ -328,8 +328,7 @@ class ImportWatch:
         return self._give("draws random bytes", draw(), functools.lru_cache(draw))
 
     def _ask(self, what: str) -> None:
-        if where := _where(what):
-            self._asked.append(where)
+        self._asked = self._asked or _where(what)
 
     def _give(self, what: str, value: Any, again: Callable[[], Any]) -> Any:
         """Return a value of this process to an import that has asked for it; another process has it ``again``."""
@@ -338,17 +337,17 @@ class ImportWatch:
         return value
 
     def _see_thread(self, original: Any, thread: threading.Thread) -> Any:
-        self.places[thread.name] = _callers()[0][0][1]
+        self.places[thread.name] = _caller()[1]
         return original(thread)
 
     def _see_socket(self, original: Any, made: socket.socket, *args: Any, **options: Any) -> None:
         original(made, *args, **options)
-        self.places[os.readlink(f"/proc/self/fd/{made.fileno()}")] = _callers()[0][0][1]
+        self.places[os.readlink(f"/proc/self/fd/{made.fileno()}")] = _caller()[1]
 
     def _see_variable(self, name: str) -> None:
         is_missing = self._is_active and os.fsencode(name) not in vars(os.environ)["_data"]
         if is_missing and (name in _OF_A_RANK.split() or name.startswith(("TORCHELASTIC_", "TORCHX_"))):
-            module, place = _callers()[0][0]
+            module, place, _ = _caller()
             if module not in self._reads_variables:
                 self.stop(f"{place} reads {name}")
 
@@ -377,7 +376,7 @@ class ImportWatch:
             renewed = {(id(names), name) for names, name, *_ in self._kept}
             different = self._imported().difference(compared(), renewed)
         self._given, self._made = [], []
-        return different and f"{self._asked[0]}, on which {different} depends"
+        return different and f"{self._asked}, on which {different} depends"
 
     def _find_kept(self) -> None:
         """Find the global names that have values of this process."""
@@ -414,33 +413,27 @@ class ImportWatch:
 
 def _where(what: str) -> str:
     """Return the place that has called a watched function, and what for; empty if that is harmless."""
-    callers, standard = _callers()
-    first, place = callers[0]
-    is_harmless = any((module, what) in _HARMLESS for module in (first, *standard))
-    return "" if is_harmless or {first, first.partition(".")[0]} & _SHARED else f"{place} {what}"
+    module, place, standard = _caller()
+    is_harmless = any((name, what) in _HARMLESS for name in (module, *standard))
+    return "" if is_harmless or {module, module.partition(".")[0]} & _SHARED else f"{place} {what}"
 
 
-def _callers() -> tuple[list[tuple[str, str]], list[str]]:
+def _caller() -> tuple[str, str, list[str]]:
     """Return who has called the watched function that called this one.
 
     Returns:
-        The modules that are not Python's own, each also with its line, from the one that has called it to the one that
-        is imported, and Python's own modules in between.
+        The name of the first module that is not Python's own, the same with the line, and Python's own modules before.
     """
     frame: types.FrameType | None = sys._getframe(1)
-    callers, standard = list[tuple[str, str]](), list[str]()
+    standard = list[str]()
     while frame is not None:
         file, name = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
         if file.startswith(_STANDARD) and f"-packages{os.sep}" not in file:
-            if not callers:
-                standard.append(name)
+            standard.append(name)
         elif file != __file__:
-            callers.append((name, f"{name}:{frame.f_lineno}"))
-            if frame.f_code.co_name == "<module>":
-                break
+            return name, f"{name}:{frame.f_lineno}", standard
         frame = frame.f_back
-    # A thread may execute Python's own modules alone.
-    return callers or [("it", "it:0")], standard
+    return "it", "it:0", standard  # a thread may execute Python's own modules alone
 
 
 def _globals(modules: Collection[str]) -> list[dict[str, Any]]:
