@@ -90,13 +90,13 @@ class Aws:
             raise AwsError(error) from None
         return answer
 
-    def pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-        while True:
-            answer = self.call("batch", operation, **arguments)
-            yield answer
-            if not answer.get("nextToken"):
-                return
-            arguments["nextToken"] = answer["nextToken"]
+    def each(self, operation: str, field: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+        """Send a request to ``batch``, for one page after the other, and yield what the answers have in a field."""
+        pages = self.client("batch").get_paginator(xform_name(operation)).paginate(**arguments)
+        try:
+            yield from pages.search(f"{field}[]")
+        except (exceptions.BotoCoreError, exceptions.ClientError) as error:
+            raise AwsError(error) from None
 
     def close(self) -> None:
         with self._lock:
@@ -215,8 +215,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, AwsSnapshot]):
         if chosen := options.get("queue"):
             queues = [request.queue_name(str(chosen))]
         else:
-            pages = self._aws.pages("DescribeJobQueues")
-            queues = [queue["jobQueueName"] for page in pages for queue in page["jobQueues"]]
+            queues = [queue["jobQueueName"] for queue in self._aws.each("DescribeJobQueues", "jobQueues")]
         return [
             snapshot.app_snapshot(f"{queue}:{job['jobName']}", job, {}, {})
             for queue in queues
@@ -309,8 +308,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, AwsSnapshot]):
 
     def _summaries(self, queue: str, name: str, value: str) -> Iterator[dict[str, Any]]:
         filters = [{"name": name, "values": [value]}]
-        for page in self._aws.pages("ListJobs", jobQueue=queue, filters=filters):
-            yield from page["jobSummaryList"]
+        return self._aws.each("ListJobs", "jobSummaryList", jobQueue=queue, filters=filters)
 
     def _described(self, ids: Sequence[str]) -> list[dict[str, Any]]:
         found = []
@@ -322,8 +320,8 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, AwsSnapshot]):
         name = app_id.rpartition(":")[2]
         if not re.fullmatch(r"[\w-]+", name, re.ASCII):
             return []
-        pages = self._aws.pages("DescribeJobDefinitions", jobDefinitionName=name, status="ACTIVE")
-        return [definition for page in pages for definition in page["jobDefinitions"] if _is_app(definition)]
+        found = self._aws.each("DescribeJobDefinitions", "jobDefinitions", jobDefinitionName=name, status="ACTIVE")
+        return [definition for definition in found if _is_app(definition)]
 
     def _quietly(self, service: str, operation: str, **arguments: Any) -> None:
         try:
