@@ -242,7 +242,7 @@ class HostCheckpoints:
             self._fetching.add(path)
             try:
                 folder = await asyncio.to_thread(self._new_folder, path, part)
-                self._add(part, folder, _done(await self._exchange.fetch(source, folder, gently=True)))
+                await self._fetch(source, folder, gently=True)
             except PartGoneError:
                 pass  # the next one will be copied
             except (PartError, OSError) as error:
@@ -318,8 +318,12 @@ class HostCheckpoints:
         if not source.is_needed and part.size > room_in(folder):
             self._say(f"no room for what host {part.replica} has of the checkpoint of step {part.step}")
             return
-        files = await self._exchange.fetch(source, folder, gently=False)
-        self._add(part, folder, _done(files))
+        await self._fetch(source, folder, gently=False)
+
+    async def _fetch(self, source: PartSource, folder: str, *, gently: bool) -> None:
+        fetching = asyncio.ensure_future(self._exchange.fetch(source, folder, gently=gently))
+        await fetching
+        self._add(source.part, folder, fetching)
 
     async def persist(self, request: PersistCheckpoint) -> str:
         """Copy parts to the folder of the user, make a checkpoint of all parts there, or remove them."""
@@ -367,9 +371,3 @@ def _written(path: str, ranks: Iterable[int]) -> dict[int, Written]:
             said = safe_files.read_json(os.path.join(path, f"rank_{rank}"))
             written[rank] = decode(Written, said, "what a rank says of its checkpoint")
     return written
-
-
-def _done(files: tuple[PartFile, ...]) -> asyncio.Future[tuple[PartFile, ...]]:
-    done = asyncio.get_running_loop().create_future()
-    done.set_result(files)
-    return done
