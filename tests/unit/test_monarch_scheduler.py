@@ -8,7 +8,7 @@ import json
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -30,8 +30,9 @@ from torchx.workspace.dir_workspace import DirWorkspaceMixin
 
 from torchx_monarch import schedulers
 from torchx_monarch.backends.core.errors import SubmitError, UserError
-from torchx_monarch.backends.core.options import MonarchOpts
+from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts
 from torchx_monarch.components import ft
+from torchx_monarch.model.host_spec import FLAGS, HostSpec
 from torchx_monarch.schedulers import monarch, monarch_local, monarch_slurm
 
 _IN_IMAGES = ("monarch_docker", "monarch_kubernetes", "monarch_aws_batch")
@@ -137,6 +138,13 @@ def test_exit_codes_and_sizes_are_read_at_submission(runner: Runner, app: AppDef
     for wrong in ("2g", "5", "-1G"):
         with pytest.raises(InvalidRunConfigException, match=f"`log_limit` is {wrong}: .*M"):
             runner.dryrun(app, "monarch_local", cfg={"log_limit": wrong})
+
+
+def test_hosts_without_options_have_the_defaults_of_these() -> None:
+    given = {option.name: option.default for option in fields(NetworkOpts) if option.name in FLAGS}
+    parsed = {name: FLAGS[name].parse(str(default)) for name, default in given.items() if default != ""}
+    assert parsed == {name: getattr(HostSpec, name) for name in parsed}
+    assert not any(getattr(HostSpec, name) for name in given.keys() - parsed.keys())
 
 
 def test_the_seed_of_a_program_draws_no_ports(runner: Runner) -> None:

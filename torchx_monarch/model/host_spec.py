@@ -19,7 +19,6 @@ from typing import Any
 AUTO = "auto"
 """Stands among the modules to preload for torch and what the first statements of the program import."""
 
-
 _MAX_SECONDS = 1e9
 """Seconds of an option at most, 31 years: clocks and timers can count them."""
 
@@ -90,8 +89,9 @@ def show_seconds(value: float) -> str:
     return str(value).removesuffix(".0")
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name for name in text.split(",") if name)
+def _modules(text: str) -> tuple[str, ...]:
+    """Parse names of modules, separated by ``+`` or commas; ``none`` stands for no module."""
+    return tuple(name for name in re.split("[+,]", text) if name not in ("", "none"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _word(*words: str) -> Any:
     return _flag(words[0], words=words)
 
 
-def _joined(default: tuple[Any, ...], parse: Callable[[str], tuple[Any, ...]] = _names, always: bool = False) -> Any:
+def _joined(default: tuple[Any, ...], parse: Callable[[str], tuple[Any, ...]] = _modules, always: bool = False) -> Any:
     return _flag(default, parse=parse, show=lambda values: ",".join(map(str, values)), always=always)
 
 
@@ -188,8 +188,8 @@ class HostSpec:
     on_end: str = _flag("")
     retry_on: tuple[int, ...] = _joined((), parse_exit_codes)
     same_step_limit: int = _count(3)
-    stop_after: float = _flag(0.0, parse=float, show=show_seconds)
-    log_limit: int = _flag(0, parse=int)
+    stop_after: float = _flag(0.0, parse=parse_duration, show=show_seconds)
+    log_limit: int = _flag(0, parse=parse_log_limit)
     spares: int = _count(0)
     exclude_after: int = _count(3)
     workload: str = _word("ranks", "command")
@@ -241,7 +241,7 @@ class HostSpec:
             placeholders: by field, the text that stands for a value which only the backend knows. Not escaped.
         """
         words: list[str] = []
-        for name, flag in _FLAGS.items():
+        for name, flag in FLAGS.items():
             value = getattr(self, name)
             if name in placeholders:
                 words += [_option(name), placeholders[name]]
@@ -257,7 +257,7 @@ class HostSpec:
             option, text = (*words, "", "")[:2]
             name = option.removeprefix("--").replace("-", "_")
             try:
-                given[name] = _FLAGS[name].parse(text)
+                given[name] = FLAGS[name].parse(text)
             except KeyError:
                 sys.exit(f"torchx_monarch.host has no option {option}: install the submitter's torchx-monarch there")
             except ValueError as error:  # such as a macro that a wrapped scheduler does not replace
@@ -266,14 +266,15 @@ class HostSpec:
         return cls(**given, command=tuple(words[1:]))
 
 
-_FLAGS: dict[str, _Flag] = {
+FLAGS: dict[str, _Flag] = {
     field.name: field.metadata["flag"] for field in dataclasses.fields(HostSpec) if "flag" in field.metadata
 }
+"""How the fields that are flags appear on the command line, and in run options of the same names."""
 
 
 def wrong_values(options: object) -> Iterator[tuple[str, str]]:
     """Yield each field of a ``HostSpec``, or of other options with such fields, that is wrong, and what is allowed."""
-    for name, flag in _FLAGS.items():
+    for name, flag in FLAGS.items():
         if allowed := flag.allowed_instead(getattr(options, name)) if hasattr(options, name) else "":
             yield name, allowed
 

@@ -36,14 +36,7 @@ from torchx_monarch.command.allocation_spec import AllocationSpec
 from torchx_monarch.command.command import CommandError
 from torchx_monarch.command.rank_command import names_torchrun, rank_command
 from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
-from torchx_monarch.model.host_spec import (
-    HostSpec,
-    parse_duration,
-    parse_exit_codes,
-    parse_log_limit,
-    parse_ports,
-    wrong_values,
-)
+from torchx_monarch.model.host_spec import FLAGS, HostSpec, wrong_values
 from torchx_monarch.schedulers import NAMES, command, no_scheduler, owner
 from torchx_monarch.schedulers.description import describe, list_entry, shorten
 from torchx_monarch.schedulers.foreground import Foreground
@@ -69,7 +62,6 @@ They are drawn with the system's randomness: programs that submit several jobs s
 
 _LOCAL_IMAGE = "sha256:"
 """The beginning of the name of an image that is on this machine alone (``DockerWorkspaceMixin``)."""
-
 
 _RANK_MEMORY = 512
 """MB of memory with which a rank can do little: an interpreter that has imported torch's CPU build has 230."""
@@ -180,25 +172,16 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         """Return the options of the host processes; add those of the network unless the hosts share one machine."""
         # An image has its own Python, whatever path the submitter's has.
         python = "python" if self.inner.runs_images(options) else self._python
-        preload = [] if options.preload == "none" else options.preload.replace("+", ",").split(",")
-        parsed: dict[str, Any] = {"preload": tuple(filter(None, preload))}
         network = options if isinstance(options, NetworkOpts) else None
-        parsers = {
-            "retry_on": parse_exit_codes,
-            "ports": parse_ports,
-            "log_limit": parse_log_limit,
-            "stop_after": parse_duration,
-        }
-        for name, parse in parsers.items():
-            if value := getattr(options, name, ""):
+        values = dict[str, Any]()
+        for option in dataclasses.fields(MonarchOpts if network is None else NetworkOpts):
+            name, value = option.name, getattr(options, option.name)
+            # Options that hosts have too have the same names and defaults.
+            if name in FLAGS and value != option.default:
                 try:
-                    parsed[name] = parse(value)
+                    values[name] = FLAGS[name].parse(value) if isinstance(value, str) else value
                 except ValueError as error:
                     raise InvalidRunConfigException(f"Run option `{name}` is {value}: {error}", name, cfg) from None
-        # The other options that hosts have too have the same names and values.
-        given = {field.name for field in dataclasses.fields(MonarchOpts if network is None else NetworkOpts)}
-        shared = given & {field.name for field in dataclasses.fields(HostSpec)} - {"preload", *parsers}
-        spec = HostSpec(**{name: getattr(options, name) for name in shared}, **parsed)
         capabilities, rendezvous = self.inner.capabilities, dict[str, str]()
         if network is not None:
             port = network.rendezvous_port or secrets.choice(_PORTS_DRAWN)
@@ -215,7 +198,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             }
         return WrapOptions(
             python=python,
-            spec=spec,
+            spec=HostSpec(**values),
             rendezvous=rendezvous,
             one_host_role=capabilities.one_host_role,
             in_images=self.inner.runs_images(options),
