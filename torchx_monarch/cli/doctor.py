@@ -13,15 +13,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from torchx.runner import config
-from torchx.specs import CfgVal
-
 from torchx_monarch.backends.core.backend import CheckResult
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.output import print_json
 from torchx_monarch.schedulers.install_checks import REMEDY, installed_version
 from torchx_monarch.schedulers.monarch import opened
+from torchx_monarch.schedulers.run_options import with_stored
 from torchx_monarch.system.untrusted_text import one_line
 
 T = TypeVar("T")
@@ -69,11 +67,7 @@ def _check_scheduler(name: str, cfg: str) -> Iterator[CheckResult]:
     with opened(name) as scheduler:
         yield CheckResult("scheduler", name)
         options = scheduler.run_opts()
-        values: dict[str, CfgVal] = options.cfg_from_str(cfg)
-        for path in config.find_configs():  # TorchX's ``apply`` logs each
-            with open(path) as file:
-                config.load(name, file, values)
-        yield from scheduler.checks(options.resolve(values))
+        yield from scheduler.checks(options.resolve(with_stored(options.cfg_from_str(cfg), name)))
 
 
 def run_groups(groups: Mapping[str, Callable[[], Iterable[T]]], timeout: float) -> dict[str, tuple[list[T], str]]:

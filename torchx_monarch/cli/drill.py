@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchx.runner import Runner, config, get_runner
-from torchx.specs import AppDef, CfgVal
+from torchx.specs import AppDef
 from torchx.specs.finder import ComponentNotFoundException, ComponentValidationException
 
 from torchx_monarch.backends.core.errors import UserError
@@ -38,6 +38,7 @@ from torchx_monarch.insight.rank_sample import Progress
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.monarch import scheduler_of
 from torchx_monarch.schedulers.recorded_apps import LOCAL
+from torchx_monarch.schedulers.run_options import with_stored
 from torchx_monarch.system.termination import termination
 
 _DEFAULT = ",".join(fault for fault in FAULTS if fault != "damage")
@@ -129,8 +130,7 @@ class _Drill:
     def __init__(self, runner: Runner, args: argparse.Namespace, base: Path) -> None:
         self._runner, self._args, self._base, self._count = runner, args, base, 0
         self._apps = scheduler_of(LOCAL, runner).apps
-        self._cfg: dict[str, CfgVal] = runner.scheduler_run_opts(LOCAL).cfg_from_str(args.scheduler_args)
-        config.apply(LOCAL, self._cfg)
+        self._cfg = with_stored(runner.scheduler_run_opts(LOCAL).cfg_from_str(args.scheduler_args), LOCAL)
         words = args.command[args.command[:1] == ["--"] :]
         if not words:
             raise UserError("nothing says what to run: torchx monarch drill -- monarch.spmd -j 2x2 train.py")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import logging
 import shutil
 import sys
 import time
@@ -23,6 +22,7 @@ from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.schedulers.job_status import JobStatus, build
 from torchx_monarch.schedulers.monarch import MonarchScheduler, opened
 from torchx_monarch.schedulers.recorded_apps import LOCAL, RecordedApp, recorded_apps
+from torchx_monarch.schedulers.run_options import with_stored
 from torchx_monarch.system.untrusted_text import one_line
 
 _MIN_WIDTH = 12
@@ -77,15 +77,9 @@ def _jobs(name: str, local: Sequence[str]) -> Iterator[JobStatus]:
 
     The folders of jobs on this machine may be tens of thousands: it reads those that are shown.
     """
-    from torchx.runner import config
-    from torchx.specs import CfgVal
-
-    cfg: dict[str, CfgVal] = {}
     with opened(name) as scheduler:
-        logging.getLogger("torchx.runner.config").setLevel(logging.WARNING)  # it names each file that it reads
-        config.apply(scheduler=name, cfg=cfg)
-        listed = scheduler.apps.list(cfg) if name != LOCAL else (scheduler.apps.read(app, brief=True) for app in local)
-        for found in listed:
+        read = (scheduler.apps.read(app_id, brief=True) for app_id in local)
+        for found in read if name == LOCAL else scheduler.apps.list(with_stored({}, name)):
             if found is not None:
                 job = build(f"{name}://torchx/{found[0].app_id}", *found, now=time.time())
                 yield replace(job, replicas=None)

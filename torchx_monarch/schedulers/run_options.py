@@ -15,6 +15,16 @@ from torchx_monarch.exceptions import TorchXMonarchError
 from torchx_monarch.model.spelling import did_you_mean
 
 
+def with_stored(cfg: dict[str, CfgVal], scheduler: str) -> dict[str, CfgVal]:
+    """Add to run options those of ``.torchxconfig`` that they lack. TorchX's own function logs each file."""
+    from torchx.runner import config  # slow to import
+
+    for path in config.find_configs():
+        with open(path) as file:
+            config.load(scheduler, file, cfg)
+    return cfg
+
+
 class RunOptionError(TorchXMonarchError, InvalidRunConfigException):  # type: ignore[misc]
     """Raised for a wrong run option: TorchX's exception, for which ``torchx run -cfg`` shows a traceback, as ours."""
 
