@@ -18,6 +18,7 @@ from tests.waits import WITHIN
 from torchx_monarch.backends.core import state_files, stored_apps
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.backends.local.backend import LocalOpts
 from torchx_monarch.cli import exec as exec_command
 from torchx_monarch.cli import exit_codes, ls, main
 from torchx_monarch.cli.arguments import resolve, since, unknown
@@ -168,7 +169,20 @@ def test_the_last_allocation_is_found_without_schedulers_that_cannot_be_used() -
         stored_apps.credentials("corp").store(app_id, stored_apps.StoredCredentials("secret", {}))
     app = AppDef("train", [Role("train", image="", entrypoint="torchrun", args=["train.py"])])
     with pytest.raises(UserError, match="Run option `on` is last, and no live allocation is running"):
-        run_on_allocation(app, "last", "python")
+        run_on_allocation(app, LocalOpts(on="last"), "python")
+
+
+@pytest.mark.parametrize(
+    ("lease", "said"), [(60, "no live allocation is running"), (61, "Run option `lease` is 61: with `on` it is")]
+)
+def test_options_of_hosts_in_a_file_are_for_other_jobs(
+    lease: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / "config"))
+    (tmp_path / "config").write_text("[monarch_local]\nlease = 60\n")
+    app = AppDef("train", [Role("train", image="", entrypoint="torchrun", args=["train.py"])])
+    with pytest.raises(UserError, match=said):
+        run_on_allocation(app, LocalOpts(on="last", lease=lease, grace=1), "python")
 
 
 def test_the_newest_apps_are_first(apps: None) -> None:

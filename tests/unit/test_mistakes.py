@@ -81,6 +81,10 @@ def torchx(
         (f"{CFG} grace --dryrun utils.echo", "-cfg 'grace' is not of the form OPTION=VALUE,OPTION=VALUE"),
         (f"{CFG} grace=-1 --dryrun utils.echo", "grace"),
         (
+            f"{CFG} on=last,stop_after=2h --dryrun monarch.spmd train.py",
+            "Run option `stop_after` is 2h: with `on` it is that of the allocation",
+        ),
+        (
             f"{KUBERNETES} node_selector=disk --dryrun utils.echo",
             "Run option `node_selector` is 'disk', which is not of the form KEY:VALUE;KEY:VALUE",
         ),

@@ -157,10 +157,10 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         """Check an app's roles, with their commands, metadata and images, and rewrite it."""
         check_roles(app)
         try:
-            if allocation := getattr(options, "on", ""):
+            if getattr(options, "on", ""):
                 from torchx_monarch.schedulers.run_on_allocation import run_on_allocation  # imports this module
 
-                return run_on_allocation(app, allocation, self._python, options.on_end)
+                return run_on_allocation(app, options, self._python)
             rewritten = rewrite(app, self._wrap_options(app, options, cfg))
         except CommandError as error:
             raise InvalidCommandError(str(error)) from None

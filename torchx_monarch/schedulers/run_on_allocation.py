@@ -9,37 +9,39 @@ place in lists as any other. Who asks what its ranks do asks the hosts of the al
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from torchx.specs import AppDef, Role, parse_app_handle
 from torchx.specs.api import MalformedAppHandleException
 
 from torchx_monarch.backends.core.errors import BackendError, UserError
-from torchx_monarch.backends.core.options import is_default_image
+from torchx_monarch.backends.core.options import MonarchOpts, is_default_image
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state_files import path_name
 from torchx_monarch.command.rank_command import find_rank_command
 from torchx_monarch.command.rewrite import Rewritten, insert_words, resolved
 from torchx_monarch.command.shell import escape
+from torchx_monarch.model.host_spec import FLAGS
 from torchx_monarch.model.role_spec import SPARES, RoleSpec, WorkloadKind, is_sidecar, read_number
 from torchx_monarch.schedulers import recorded_apps
 from torchx_monarch.schedulers.job_status import log_folder
 from torchx_monarch.schedulers.monarch import opened
+from torchx_monarch.schedulers.run_options import with_stored
 
 _TO_GET_ONE = "To get one: torchx run -s monarch_local monarch.hosts -j 1x4"
 
 
-def run_on_allocation(app: AppDef, word: str, python: str, on_end: str = "") -> Rewritten:
+def run_on_allocation(app: AppDef, options: MonarchOpts, python: str) -> Rewritten:
     """Return an app of one process that runs the command of an app on the hosts of a live allocation.
 
     Args:
-        word: the allocation's handle, its id or name, the beginning of one, or ``last`` for the newest one.
+        options: ``on`` names the allocation: its handle, id or name, the beginning of one, or ``last`` for the newest.
         python: the interpreter of this package, for the process.
-        on_end: as in ``RoleSpec``.
 
     Raises:
-        UserError: there is no such allocation, or the app needs what its hosts are not.
+        UserError: there is no such allocation, or the app or an option asks for what its hosts are not.
     """
+    _check_options(options)
     rewritten = resolved(app)
     others = [role.name for role in rewritten.roles[1:]]
     if others or not rewritten.roles or is_sidecar(rewritten.roles[0]):
@@ -54,10 +56,10 @@ def run_on_allocation(app: AppDef, word: str, python: str, on_end: str = "") -> 
             f"role {role.name!r}: a live allocation runs torchrun and Python commands, with nothing beside them, and "
             f"not {command!r:.200}. Leave out the run option `on`"
         )
-    handle, allocation = _allocation(word)
+    handle, allocation = _allocation(options["on"])
     _check_fits(role, handle, allocation)
-    options = [option for name in role.env for option in ("--env", name)]
-    words = [python, "-m", "torchx_monarch.cli.main", "exec", escape(handle), "--queue", "--as-job", *options, "--"]
+    variables = [option for name in role.env for option in ("--env", name)]
+    words = [python, "-m", "torchx_monarch.cli.main", "exec", escape(handle), "--queue", "--as-job", *variables, "--"]
     insert_words(role, found, words)
     role.num_replicas, role.min_replicas = 1, None
     role.resource = replace(role.resource, gpu=0)  # the process needs none of this machine
@@ -67,9 +69,19 @@ def run_on_allocation(app: AppDef, word: str, python: str, on_end: str = "") -> 
         unwrapped=f"its ranks run on the hosts of {handle}",
         allocation=handle,
         allocation_logs=os.path.join(logs, path_name(allocation.roles[0].spec.name)) if logs else "",
-        on_end=on_end,
+        on_end=options.on_end,
     )
     return Rewritten(rewritten, (spec,))
+
+
+def _check_options(options: MonarchOpts) -> None:
+    """Check that no option of hosts was given, but in a ``.torchxconfig``, which has it for other jobs."""
+    stored = with_stored({}, recorded_apps.LOCAL)
+    for option in fields(MonarchOpts):
+        name, value = option.name, getattr(options, option.name)
+        if name in FLAGS.keys() - {"grace", "on_end"} and value not in (option.default, stored.get(name)):
+            wrong = f"Run option `{name}` is {value}: with `on` it is that of the allocation"
+            raise UserError(f"{wrong}. Leave it out, or give it to monarch.hosts: torchx run -cfg {name}={value} …")
 
 
 def _allocation(word: str) -> tuple[str, AppSnapshot]:

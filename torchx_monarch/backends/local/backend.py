@@ -37,7 +37,7 @@ _log = logging.getLogger("torchx_monarch")
 class LocalOpts(QueueOpts, MonarchOpts):
     on: str = ""
     """A live allocation whose hosts run the job, after the runs before it, in the place of new hosts of this machine: a
-    handle of any scheduler, an id or name, or `last`. Options of hosts are then the allocation's."""
+    handle of any scheduler, an id or name, or `last`. Options of hosts are then the allocation's, and refused."""
 
 
 class LocalBackend(Backend[LocalOpts, SupervisorRequest, AppSnapshot]):
