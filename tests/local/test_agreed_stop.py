@@ -244,8 +244,9 @@ def test_cancel_save(apps: Detached, train: list[str]) -> None:
     app_id, output = run(apps, train)
     done = run_torchx("cancel", "--save", apps.handle(app_id), "--address", "unix:/nonexistent")
     assert "not cancelled: /nonexistent: No such file or directory" in done.stderr, done.stderr
-    done = run_torchx("monarch", "status", apps.handle(app_id), "--address", "unix:/nonexistent")
-    assert done.stderr == "[monarch] /nonexistent: No such file or directory\n" and not done.returncode
+    for command, *options in (["status"], ["explain"], ["report", "-o", "-"]):
+        done = run_torchx("monarch", command, apps.handle(app_id), *options, "--address", "unix:/nonexistent")
+        assert done.stderr == "[monarch] /nonexistent: No such file or directory\n" and not done.returncode
     done = run_torchx("cancel", "--save", apps.handle(app_id))
     status = apps.wait(app_id)
     step = saved_at(output(), 4)

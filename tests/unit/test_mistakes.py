@@ -102,6 +102,7 @@ def torchx(
         ("describe last", "no app was submitted from this machine yet"),
         ("delete last", "no app was submitted from this machine yet"),
         ("monarch cancel train", "there is no app 'train'"),
+        ("cancel monarch_local://torchx/x --address h:1", "--address is where --save reaches the ranks"),
         ("monarch wait", "no app was submitted from this machine yet"),
         ("monarch profile --seconds x", "'x' is not between 1 and 600 seconds"),
         ("monarch profile -o results/x.svg", "there is no folder results"),

@@ -18,7 +18,7 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.cli.arguments import unknown
 from torchx_monarch.client.connection import Target, ask
-from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.client.rank_queries import SAMPLES_TIMEOUT, ask_events, ask_samples
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.insight.events import Event
@@ -42,10 +42,8 @@ PATIENCE = 3.0
 SAMPLE_PAUSE_S = 1.0
 """Seconds between the two first samples of ranks, of which rates follow."""
 
-
 _SILENT_AFTER = 4 * SIGN_OF_LIFE_EVERY
 """Seconds without a sign of life after which it is said that a host does not answer."""
-
 
 NO_ANSWER = (UnreachableError, RefusedError, BackendError)
 """What is raised if replica 0, or the scheduler that is asked where it is, does not answer."""
@@ -114,6 +112,13 @@ class JobReader:
             status = replace(status, step=metrics[-1].points[-1].step, metrics=trends(metrics))
         facts = JobFacts(app, status, timeline, metrics)
         return facts if sample_pause is None or not is_running else self._with_ranks(facts, sample_pause)
+
+    def read_with_ranks(self) -> JobFacts:
+        """Return what is known now, with rates; say if nothing answers at the address of the user."""
+        facts = self.read(SAMPLE_PAUSE_S)
+        if self.address and facts.problem:
+            say(facts.problem)
+        return facts
 
     def watch(self, interval: float, sample_pause: float) -> Iterator[JobFacts]:
         """Yield what is known again and again, until the job has ended."""

@@ -15,7 +15,6 @@ from dataclasses import replace
 from torchx_monarch.cli.arguments import add_address, add_handle
 from torchx_monarch.cli.jobs import PATIENCE, SAMPLE_PAUSE_S, JobFacts, check_roles, opened_job
 from torchx_monarch.cli.output import Screen, print_json, print_record
-from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.account import Account
 from torchx_monarch.insight.rank_sample import RankView
 from torchx_monarch.insight.stacks import ranges
@@ -46,10 +45,7 @@ def run(args: argparse.Namespace) -> None:
         if args.watch:
             watch((only_roles(facts, names) for facts in job.watch(_INTERVAL_S, SAMPLE_PAUSE_S)), args.json)
             return
-        found = job.read(SAMPLE_PAUSE_S)
-    if args.address and found.problem:
-        say(found.problem)
-    status = only_roles(found, names)
+        status = only_roles(job.read_with_ranks(), names)
     print_json(status.to_json()) if args.json else print(render(status))
 
 

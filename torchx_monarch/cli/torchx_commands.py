@@ -108,6 +108,8 @@ class CmdCancel(TorchXCmdCancel, _NamedJob):  # type: ignore[misc]
         arguments.add_address(subparser)
 
     def run_with_runner(self, args: argparse.Namespace, runner: Runner) -> None:
+        if args.address and not args.save:
+            raise CommandError("--address is where --save reaches the ranks; without --save leave it out", USAGE)
         found = _read_ours(args.app_handle, runner, "--save" if args.save else "")
         if found is None:
             super().run_with_runner(args, runner)
