@@ -197,7 +197,8 @@ def test_an_interrupted_follower_leaves_the_job_running(tmp_path: Path) -> None:
     assert follower.returncode == 128 + signal.SIGINT
     text = monarch("stop", handle, code=exit_codes.UNAVAILABLE)
     assert text == f"[monarch] {handle} is not a live allocation; to end it: torchx cancel {handle}\n"
-    assert "is not a live allocation" in monarch("stop", handle, "--run", "1", code=exit_codes.UNAVAILABLE)
+    text = monarch("ps", handle, code=exit_codes.UNAVAILABLE)
+    assert "is not a live allocation, and takes no runs" in text and "torchx monarch status prog-" in text
     text = monarch("exec", handle, "--", "python", "x.py", code=exit_codes.UNAVAILABLE)
     assert "to get one: torchx run -s monarch_local monarch.hosts -j 1x4" in text
     for command in ("debug", "exec", "profile", "ps", "stacks", "stop", "top"):

@@ -251,7 +251,8 @@ class HostNetwork:
                 "one release of torchx-monarch on all hosts"
             )
         if not isinstance(kind, str) or kind not in self.handlers:
-            raise RendezvousError(f"the job is not a live allocation, and takes no request {brief(kind)}")
+            advice = f"to see what its hosts do: torchx monarch status {self.options.app}"
+            raise RendezvousError(f"{self.options.app} is not a live allocation, and takes no runs or actors; {advice}")
         if kind in _FOR_HOSTS and peer.is_client:
             raise RendezvousError(f"a client may look at the job and stop it, and not {kind} as a host")
         role = peer.greeting.get("role")
