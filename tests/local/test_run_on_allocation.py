@@ -104,7 +104,8 @@ def test_jobs_run_on_hosts_that_are_there_one_after_the_other(
         lines = [line.strip() for line in runner.log_lines(queued, "train")]
         works = ["[default0]:['works'] a b 2", "[default1]:['works'] a b 2"]
         assert sorted(line for line in lines if "works'" in line) == works
-        for text in ("[monarch] run 3: torchrun --nnodes 2", "[monarch] run 3 SUCCEEDED: all 2 ranks"):
+        waited = f"[monarch] run 3 waits for its turn on {hosts}; runs before it: 2"
+        for text in (waited, "[monarch] run 3: torchrun --nnodes 2", "[monarch] run 3 SUCCEEDED: all 2 ranks"):
             assert any(line.startswith(text) for line in lines), lines
         assert run_torchx("monarch", "logs", queued, "--rank", "1").stdout == "[1] ['works'] a b 2\n"
         assert [*runner.log_lines(queued, "train", 1)] == []

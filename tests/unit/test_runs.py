@@ -80,7 +80,7 @@ class LostHosts:
 
 
 def test_followed_lines_go_on_after_a_break_and_name_the_end_of_the_hosts() -> None:
-    accepted = {"type": "accepted", "run": 1}
+    accepted = {"type": "accepted", "run": 1, "before": 0}
     second = {**OUTPUT, "text": "two\n"}
     lost = LostHosts(BreakingLink(accepted, OUTPUT), BreakingLink(accepted, OUTPUT, second))
     job = torchx_monarch.SPMDJob.__new__(torchx_monarch.SPMDJob)

@@ -55,13 +55,15 @@ class Records:
         link = hosts.open(greeting)
         try:
             records = cls(hosts, link, greeting.get("wait") is not False)
-            records._accepted()
+            if before := records._accepted():
+                say(f"run {records.run} waits for its turn on {hosts.handle}; runs before it: {before}")
         except BaseException:
             link.close()
             raise
         return records
 
-    def _accepted(self) -> None:
+    def _accepted(self) -> int:
+        """Read the answer to the greeting; return how many runs are before this one."""
         try:
             answer = self._link.receive()
         except TimeoutError:
@@ -70,6 +72,7 @@ class Records:
             self._hosts.check_alive()
             raise UnreachableError(f"{self._hosts.target.address}: no answer")
         self.run = answer["run"]
+        return int(answer["before"])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the records up to the last one, ``result``. Stop early if ``close`` is called.

@@ -4,7 +4,8 @@
 Clients send these greetings to replica 0, one per connection, in addition to those of ``rendezvous``:
 
 =============  =====================================================================================================
-``run``        submit a run; the answer is ``accepted`` and then the run's records up to its ``result``
+``run``        submit a run; the answer is ``accepted``, with how many are ``before`` it, and then the run's records up
+               to its ``result``
 ``follow``     the same for a run that was accepted before, from its first record on; refused if it has no such ``rank``
 ``runs``       list the known runs; the answer is ``runs``, oldest first
 ``end-run``    stop a run and keep the hosts; the answer is ``ending``
@@ -398,7 +399,8 @@ class RunQueue:
 
     async def _serve_records(self, run: Run, peer: Peer, wait: bool = True) -> None:
         run.clients += 1
-        if await peer.send({"type": "accepted", "run": run.number}):
+        before = sum(other.result is None and other.number < run.number for other in self._known)
+        if await peer.send({"type": "accepted", "run": run.number, "before": before}):
             feeding = asyncio.ensure_future(self._feed(run, wait, peer))
             self._feeding.add(feeding)
             feeding.add_done_callback(self._feeding.discard)
