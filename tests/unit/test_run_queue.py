@@ -17,6 +17,7 @@ import pytest
 
 from tests.waits import WITHIN, until_async
 from torchx_monarch.command.allocation_spec import AllocationSpec
+from torchx_monarch.controller import run_queue
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_events import HostLost
 from torchx_monarch.controller.host_messages import BeginRun, FinishRun, HostRefused, Request, RunBegun
@@ -248,21 +249,28 @@ def test_the_log_of_a_run_has_events_for_a_client_that_is_a_job(tmp_path: Path, 
     assert [record["type"] for record in records] == ["run", "phase", *["event"] * is_job, "result"]
 
 
+JOB: dict[str, object] = {"type": "run", "command": ["python", "x.py"], "queue": True, "ends_with_client": True}
+
+
+async def connect(greeting: dict[str, object], network: bool = False) -> tuple[Peer, socket.socket]:
+    """Return a connection to a client as replica 0 has it, and the client's end."""
+    if not network:
+        own, client = socket.socketpair()
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            client, (own, _) = socket.create_connection(server.getsockname()), server.accept()
+    return Peer(greeting, *await asyncio.open_connection(sock=own)), client
+
+
 def test_a_run_of_a_job_ends_with_its_last_client(tmp_path: Path) -> None:
     async def main() -> None:
         runs = Replica0(tmp_path).runs
-
-        async def connect(**greeting: object) -> tuple[Peer, socket.socket]:
-            own, client = socket.socketpair()
-            return Peer(greeting, *await asyncio.open_connection(sock=own)), client
-
-        request = {"type": "run", "command": ["python", "x.py"], "queue": True, "ends_with_client": True}
-        clients = [await connect(**request) for _ in range(2)]
+        clients = [await connect(JOB) for _ in range(2)]
         clients[0][0].writer.close()  # it is gone before it is told the number of its run
         for peer, _ in clients:
             asyncio.ensure_future(runs._run(peer))
         await until_async(lambda: len(runs._known) == 2 and runs.find(1).state == "stopped", "the end of the first run")
-        clients.append(await connect(run=2))
+        clients.append(await connect({"run": 2}))
         following = asyncio.ensure_future(runs._follow(clients[2][0]))
         await until_async(lambda: runs.find(2).clients == 2, "two clients of the second run")
         clients[1][1].close()
@@ -275,6 +283,30 @@ def test_a_run_of_a_job_ends_with_its_last_client(tmp_path: Path) -> None:
         for peer, client in clients:
             peer.writer.close()
             client.close()
+
+    asyncio.run(main())
+
+
+def test_a_client_over_a_network_may_connect_again_before_its_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        runs = Replica0(tmp_path).runs
+
+        async def lose(greeting: dict[str, object], limit: float) -> None:
+            monkeypatch.setattr(run_queue, "_CLIENT_TIMEOUT", limit)
+            peer, client = await connect(greeting, network=True)
+            serving = asyncio.ensure_future((runs._follow if runs._known else runs._run)(peer))
+            await until_async(lambda: [run.clients for run in runs._known] == [1], "a client of the run")
+            client.close()
+            await serving
+            peer.writer.close()
+            await asyncio.sleep(0)
+
+        await lose(JOB, WITHIN)
+        assert runs.find(1).state == "queued", "it may connect again"
+        await lose({"run": 1}, 0.0)
+        await until_async(lambda: runs.find(1).state == "stopped", "the end of the run")
 
     asyncio.run(main())
 
