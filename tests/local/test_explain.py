@@ -70,7 +70,9 @@ def two_jobs_are_compared(tmp_path: Path, success: str) -> None:
     differing = {difference["what"]: difference["values"] for difference in found["differences"]}
     assert differing["variable MY_TOKEN"] == ["", "***"] and differing["exit code"] == ["0", "1"]
     assert "hunter22" not in json.dumps(found["differences"]) and "variable B" not in differing
-    page = torchx("monarch", "compare", success, "last", "-o", "-", cwd=tmp_path).stdout
+    shown = torchx("monarch", "compare", success, "last", "-o", "both.html", "--json", cwd=tmp_path).stdout
+    page = (tmp_path / "both.html").read_text()
+    assert json.loads(shown)["differences"] == found["differences"]
     assert page.count('<polyline class="line job-') >= 2 and "secret2" in page and "hunter22" not in page
 
 

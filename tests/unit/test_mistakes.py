@@ -112,6 +112,7 @@ def torchx(
         ("monarch drill --compare /etc -- monarch.spmd train.py", "--compare /etc: give a path relative to the folder"),
         ("monarch drill --compare ../x -- monarch.spmd train.py", "--compare ../x: give a path relative to the folder"),
         ("monarch metrics", "the following arguments are required: HANDLE\n"),
+        ("monarch metrics last --activity --rank 3", "argument --rank: not allowed with argument --activity"),
         ("monarch ls -n -3", "argument -n/--limit: '-3' is no number, 0 or more"),
         ("monarch drill -- utils.echo", "utils.echo runs no ranks here"),
         ("monarch drill -- monarch.spmd trian.py", "Did you mean train.py?"),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torchx_monarch.cli.arguments import HELP, resolve
 from torchx_monarch.cli.explain import mask, submitted_differences
 from torchx_monarch.cli.jobs import JobFacts, opened_job
-from torchx_monarch.cli.output import print_json, write_output
+from torchx_monarch.cli.output import STDOUT, print_json, write_output
 from torchx_monarch.cli.status import facts_by_title, headline
 from torchx_monarch.insight.metrics import sparklines
 from torchx_monarch.insight.report_page import CURVE_SIZE, curves, templates
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     differing = [*differences(*jobs)]
     if args.output:
         write_output(args.output, page_of(jobs))
-    elif args.json:
+    if args.json and args.output not in STDOUT:
         print_json(
             {
                 "jobs": [job.status.to_json() for job in jobs],
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
                 "differences": [{"what": what, "values": values} for what, *values in differing],
             }
         )
-    else:
+    elif not args.output:
         print("\n".join(_lines(jobs, differing)))
 
 

@@ -20,8 +20,9 @@ from torchx_monarch.schedulers.job_metrics import AttemptMetrics, read_activity,
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("handle", metavar="HANDLE", help=HELP)
     parser.add_argument("names", nargs="*", default=[], metavar="NAME", help="only these metrics (default: all)")
-    parser.add_argument("--activity", action="store_true", help="what all ranks did: processor, memory, GPUs, lateness")
-    parser.add_argument("--rank", type=int, metavar="K", help="this rank (default: the first that has reported some)")
+    whose = parser.add_mutually_exclusive_group()
+    whose.add_argument("--activity", action="store_true", help="what all ranks did: processor, memory, GPUs, lateness")
+    whose.add_argument("--rank", type=int, metavar="K", help="this rank (default: the first that has reported some)")
 
 
 def run(args: argparse.Namespace) -> None:
