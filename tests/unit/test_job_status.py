@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -506,6 +507,20 @@ def test_hosts_that_have_another_run_are_not_silent(error: Exception, monkeypatc
     reader = jobs.JobReader(Mock(), HANDLE, "train-x7", "train", "", 1.0, hosts=Mock(handle=HANDLE))
     facts = reader._with_ranks(jobs.JobFacts(app, status_of(app), build_timeline([], [], end=NOW)), 0.0)
     assert facts.problem == str(error) and (facts.status.silent is not None) == isinstance(error, UnreachableError)
+
+
+@pytest.mark.parametrize("watch", [False, True])
+def test_the_status_says_if_nothing_answers_at_the_address_of_the_user(
+    watch: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = jobs.JobFacts(snapshot(), status_of(snapshot()), build_timeline([], [], end=NOW), problem="refused")
+    ended = replace(found, status=replace(found.status, state="SUCCEEDED"), problem="")
+    reader = jobs.JobReader(Mock(**{"inner.poll": 0.0}), HANDLE, "train-x7", "", "localhost:9000", 1.0)
+    monkeypatch.setattr(reader, "read", Mock(side_effect=[found, ended]))
+    monkeypatch.setattr(status_command, "opened_job", lambda *_, **__: contextlib.nullcontext(reader))
+    words = {"handle": HANDLE, "address": reader.address, "roles": "", "json": False}
+    status_command.run(argparse.Namespace(watch=watch, **words))
+    assert capsys.readouterr().err == "[monarch] refused\n"
 
 
 @pytest.mark.parametrize("error", [UnreachableError("no"), BackendError("no")], ids=["host", "scheduler"])
