@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Jobs that are slowed on purpose, and clean ones: ``python bench/slowness.py [--injected N] [--clean N] [--seed S]``.
 
-Each job trains on the digits of scikit-learn (PROGRAMS), on two hosts with two ranks each, which stay for all jobs. At
-a random moment one rank is slowed in a random way (KINDS) by a random factor, until the job has given its verdict, or
-for half a minute. Printed are a line for each job, with the load of the machine, and of all jobs: verdicts with the
-right rank and kind, the seconds from the onset to the verdict, and false alarms, which are verdicts on clean jobs and
-those before the onset. A job whose steps did not become longer by MIN_EFFECT, such as by a quota that a rank does not
-need, was not slow; it is counted apart. ``--cost N`` compares the steps per second of N clean jobs with those of N jobs
-whose watch is off, by turns.
+Each job trains on the digits of scikit-learn (PROGRAMS), on two hosts with two ranks each, which stay for all jobs. The
+steps of each rank differ at random, with a standard deviation of up to 20 %; those of clean jobs of up to 60 %, and
+they take up to half a second. At a random moment one rank is slowed in a random way (KINDS) by a random factor, until
+the job has given its verdict, or for half a minute. Printed are a line for each job, with the load of the machine, and
+of all jobs: verdicts with the right rank and kind, the seconds from the onset to the verdict, and false alarms, which
+are verdicts on clean jobs and those before the onset. A job whose steps did not become longer by MIN_EFFECT, such as by
+a quota that a rank does not need, was not slow; it is counted apart. ``--cost N`` compares the steps per second of N
+clean jobs with those of N jobs whose watch is off, by turns.
 
 Kinds with a cgroup need root and version 1 of cgroups, a FUSE folder needs mfusepy and libfuse, programs of Hugging
 Face and Lightning need these packages. Without them they are left out. On a machine that others use a clean job can be
@@ -46,6 +47,7 @@ from torch.utils.data import DataLoader, Dataset
 import torchx_monarch
 
 FOLDER, PROGRAM, RANK = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
+SECONDS, UNEVENNESS = map(float, sys.argv[3:])
 torch.set_num_threads(1)
 lock, block = threading.Lock(), mmap.mmap(-1, 1 << 16)
 times = open(f"{FOLDER}/times", "w") if RANK == 0 else None
@@ -101,7 +103,8 @@ def wait(data):
         lock.release()
 
 def ends_after(step, loss):
-    time.sleep(0.03)  # as if an accelerator computed
+    # As if an accelerator computed: steps differ, as those do whose inputs have different lengths.
+    time.sleep(SECONDS * random.lognormvariate(-UNEVENNESS * UNEVENNESS / 2, UNEVENNESS))
     if PROGRAM != "silent":
         torchx_monarch.progress(step, loss=loss)
     if RANK == 0:
@@ -231,12 +234,15 @@ def kept_hosts(environ: dict[str, str]) -> Iterator[dict[str, str]]:
 class Job:
     """A job of the program, on hosts that are there."""
 
-    def __init__(self, folder: Path, program: str, environ: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, program: str, environ: dict[str, str], seconds: float = 0.03, unevenness: float = 0.0
+    ) -> None:
         self.folder = folder
         self._hosts = Path(environ["MONARCH_STATE_DIR"], "apps", environ["HOSTS"].rpartition("/")[2])
         self._since = time.time()
         words = ["torchx", "run", "-s", "monarch_local", "-cfg", f"on={environ['HOSTS']}", "--wait", "monarch.spmd"]
         words += ["-j", f"{HOSTS}x{NPROC}", f"{environ['PROGRAMS']}/train_{program}.py", str(folder), program]
+        words += [str(seconds), str(unevenness)]
         with open(folder / "output", "w") as output:
             self.process = subprocess.Popen(words, env=environ, stdout=output, stderr=output, cwd=environ["PROGRAMS"])
 
@@ -393,9 +399,12 @@ def trial(
     """Run a job; return what has been injected, and the first verdict."""
     program, kind, rank = choice.choice(programs), choice.choice(kinds), choice.randrange(HOSTS * NPROC)
     onset, factor = choice.uniform(5, 15), choice.uniform(0.5, 2.5)
+    seconds = 0.03 if injects else 0.03 * 16 ** choice.random()
+    unevenness = choice.uniform(0.0, 0.2 if injects else 0.6)
     told: dict[str, Any] = {"program": program, "kind": kind if injects else "", "rank": rank}
+    told["unevenness"] = round(unevenness, 2)
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="sl") as folder:
-        job = Job(Path(folder), program, environ)
+        job = Job(Path(folder), program, environ, seconds, unevenness)
         step = job.step()
         time.sleep(onset if injects else runs)
         at, verdicts = time.time(), []

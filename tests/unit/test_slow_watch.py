@@ -22,6 +22,7 @@ from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import HostEvents, HostExcluded
 from torchx_monarch.controller.host_messages import ReadCollectives, Request, TakeStacks
 from torchx_monarch.controller.hosts import JobHosts
+from torchx_monarch.insight import pace
 from torchx_monarch.insight.hangs import HostCollectives
 from torchx_monarch.insight.pace import HostPace, RankPace
 from torchx_monarch.insight.progress import Reporter
@@ -97,6 +98,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("_EVERY", "_EVERY_SUSPECTED", "FIRST_PACE", "_ROUND_EVERY"):
         monkeypatch.setattr(slow_watch, name, 0.01)
     monkeypatch.setattr(hang_watch, "FIRST_PACE", 0.01)
+    monkeypatch.setattr(pace, "MIN_SECONDS", 0.03)
     monkeypatch.setattr(slow_watch, "_HOSTS_A_SECOND", 1 << 20)
     yield
 
@@ -129,8 +131,8 @@ def test_a_verdict_is_reported_once_and_its_end_too_and_the_hook_gets_it(tmp_pat
         await until_async(lambda: hosts.reporter.notes and told.exists() and told.read_text(), "the verdict")
         seen = looks(hosts)
         await until_async(lambda: looks(hosts) > seen + 5, "looks")
-        # Of both ranks at the first three paces; the fourth one decides.
-        assert len(hosts.asked) - looks(hosts) == 2 * 3 * slow_watch._ROUNDS
+        # Of both ranks at the first four paces; the fifth one decides.
+        assert len(hosts.asked) - looks(hosts) == 2 * 4 * slow_watch._ROUNDS
         hosts.slows = False
         await until_async(lambda: len(hosts.reporter.notes) > 1, "the end")
 

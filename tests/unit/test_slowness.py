@@ -19,7 +19,8 @@ from torchx_monarch.insight.pace import (
     Pace,
     RankPace,
     Suspect,
-    find_suspect,
+    find_slow,
+    may_become_slow,
     pace_of,
     ranks_of,
     share_now,
@@ -48,7 +49,8 @@ class Program:
         self, work: Work, groups: Sequence[Sequence[Sequence[int]]] = ((range(WORLD),),), buckets: int = 1
     ) -> None:
         self.work, self.groups, self.buckets = work, groups, buckets
-        self.now = dict.fromkeys(range(WORLD), 1000.0)
+        self.world = 1 + max(rank for met in groups for group in met for rank in group)
+        self.now = dict.fromkeys(range(self.world), 1000.0)
         self.step = 0
         self.calls: dict[tuple[int, ...], dict[int, list[float]]] = {}
 
@@ -71,30 +73,29 @@ class Program:
         """The answers of the hosts, as replica 0 gets them."""
         self.run_until(time)
         hosts = {}
-        for replica in range(WORLD // PER_HOST):
+        for replica in range(self.world // PER_HOST):
             ranks = range(replica * PER_HOST, (replica + 1) * PER_HOST)
-            groups = {
-                rank: [
-                    GroupStatus(str(at), format_ranks(group), len(calls[rank]), 0, calls=tuple(calls[rank][-256:]))
-                    for at, (group, calls) in enumerate(self.calls.items())
-                    if rank in group
-                ]
-                for rank in ranks
-            }
+            groups = dict[int, list[GroupStatus]]()
+            for rank in ranks:
+                for at, (group, calls) in enumerate(self.calls.items()):
+                    done = [call for call in calls.get(rank, ()) if call <= time]
+                    if rank in group:
+                        status = GroupStatus(str(at), format_ranks(group), len(done), 0, calls=tuple(done[-256:]))
+                        groups.setdefault(rank, []).append(status)
             own = tuple(RankPace(rank, self.step if has_steps else None) for rank in ranks)
             pace = HostPace(time, own, group_calls(groups, time, 256, time - seconds))
             hosts[replica] = decode(HostPace, json.loads(json.dumps(pace, default=vars)))
         return hosts
 
     def paces(self, count: int, *, has_steps: bool = True) -> list[Pace]:
-        time = max(self.now.values())
+        asked = time = max(self.now.values())
         before, found = self.answers(time, EVERY, has_steps=has_steps), []
         for _ in range(count):
             time += EVERY
-            after = self.answers(time, EVERY, has_steps=has_steps)
-            if (pace := pace_of(ranks_of(before.values()), after.values(), time, EVERY, 256)) is not None:
+            after = self.answers(time, time - asked, has_steps=has_steps)
+            if (pace := pace_of(ranks_of(before.values()), after.values(), time, time - asked, 256)) is not None:
                 found.append(pace)
-                before = after
+                before, asked = after, time
         return found
 
 
@@ -113,7 +114,7 @@ def noisy(slow: Mapping[int, float] | None = None, since: float = 0.0) -> Work:
 
 
 def found(program: Program, count: int = 5, *, has_steps: bool = True) -> Suspect | None:
-    return find_suspect(program.paces(count, has_steps=has_steps), REPLICA_OF)
+    return find_slow(program.paces(count, has_steps=has_steps), REPLICA_OF)
 
 
 TENSOR_PARALLEL = [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -144,14 +145,16 @@ def test_slow_ranks_of_one_host_are_that_host_and_others_are_ranks() -> None:
 
 
 def test_slowness_counts_from_its_beginning_and_is_gone_after_its_end() -> None:
-    program = Program(noisy({3: 2.0}, since=EVERY))
-    paces = program.paces(1)  # the first one is not counted
-    assert find_suspect(paces, REPLICA_OF) is None
-    paces += program.paces(3)
-    assert find_suspect(paces, REPLICA_OF) is None  # not long enough
+    program = Program(noisy({3: 2.0}, since=2 * EVERY))
+    paces = program.paces(2)  # the first one is not counted
+    assert find_slow(paces, REPLICA_OF) is None
+    paces += program.paces(2)
+    assert find_slow(paces, REPLICA_OF) is None  # too few
     paces += program.paces(1)
-    suspect = find_suspect(paces, REPLICA_OF)
-    assert suspect is not None and suspect.step is not None and abs(suspect.since - 1000 - EVERY) <= EVERY / 2
+    short = [dataclasses.replace(pace, seconds=2.0) for pace in paces]
+    assert find_slow(short, REPLICA_OF) is None  # not long enough
+    suspect = find_slow(paces, REPLICA_OF)
+    assert suspect is not None and suspect.step is not None and abs(suspect.since - 1000 - 2 * EVERY) <= EVERY / 2
     assert share_now(suspect, paces) > 0.4
     program.work = noisy()
     assert not share_now(suspect, paces + program.paces(3))
@@ -165,13 +168,63 @@ def test_one_long_wait_such_as_for_a_checkpoint_is_no_slowness() -> None:
     paces = program.paces(2)
     for _ in range(8):
         paces += program.paces(1)
-        assert find_suspect(paces, REPLICA_OF) is None
+        assert find_slow(paces, REPLICA_OF) is None
 
 
 def test_one_long_wait_between_short_ones_is_no_slowness() -> None:
     waits = [0.12, 0.12, 0.8, 0.12, 0.15, 0.12, 0.8, 0.1]
     paces = [pace({0: lost, 1: 0.0}) for lost in waits]
-    assert all(find_suspect(paces[:count], REPLICA_OF) is None for count in range(len(paces) + 1))
+    assert all(find_slow(paces[:count], REPLICA_OF) is None for count in range(len(paces) + 1))
+
+
+def uneven(
+    seconds: float, unevenness: float, seed: int, slow: Mapping[int, float] | None = None, since: float = 0.0
+) -> Work:
+    """Work whose seconds differ at random in each rank and step; some ranks are slow, or all become uneven, later."""
+    noise = random.Random(seed)
+
+    def work(rank: int, step: int, now: float) -> float:
+        later = now >= 1000 + since
+        differs = noise.lognormvariate(0.0, unevenness if later or slow else 0.02)
+        return seconds * differs * ((slow or {}).get(rank, 1.0) if later else 1.0)
+
+    return work
+
+
+def verdicts(paces: Sequence[Pace]) -> set[tuple[int, ...]]:
+    """Return the ranks of all verdicts in the time of some paces."""
+    found = (find_slow(paces[:count], REPLICA_OF) for count in range(len(paces) + 1))
+    return {suspect.ranks for suspect in found if suspect is not None}
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_steps_that_differ_at_random_are_no_slowness(ranks: int, seconds: float) -> None:
+    for seed in range(3):
+        paces = Program(uneven(seconds, 0.3, seed), [[range(ranks)]]).paces(60)
+        assert len(paces) > 15 and not verdicts(paces)
+        sooner = [may_become_slow(paces[:count]) for count in range(5, len(paces))]
+        assert sum(sooner) < len(sooner) / 5  # nor are hosts asked more often
+
+
+def test_a_program_may_become_uneven() -> None:
+    for seed in range(8):
+        paces = Program(uneven(0.5, 0.4, seed, since=40 * EVERY), [[range(4)]]).paces(60)
+        assert verdicts(paces) <= {()}  # which is right: steps end later, as the last rank does
+
+
+def test_a_slow_rank_among_uneven_ones_is_found_with_time() -> None:
+    for seed in range(4):
+        paces = Program(uneven(0.5, 0.4, seed, {2: 1.6}, since=8 * EVERY), [[range(4)]]).paces(60)
+        assert not verdicts(paces[:9]) and verdicts(paces) == {(2,)}
+    slow = uneven(0.5, 0.5, 4, {1: 2.5}, since=30 * EVERY)
+    assert verdicts(Program(slow, [[range(4)]]).paces(60)) == {(1,)}  # and not all of them before
+
+
+def test_a_single_collective_tells_nothing() -> None:
+    program = Program(lambda rank, step, now: 10.0 if rank else 5.0)
+    before, after = program.answers(1001.0, 1.0), program.answers(1011.0, 6.0)
+    assert pace_of(ranks_of(before.values()), after.values(), 1011.0, 6.0, 256) is None
 
 
 def test_steps_may_be_long_and_collectives_many() -> None:
@@ -179,7 +232,7 @@ def test_steps_may_be_long_and_collectives_many() -> None:
         return (8.0 if rank == 5 else 4.0) if step % 10 == 0 else 0.0
 
     groups = [[range(WORLD)]] * 10  # one rank is late in the first of ten collectives that follow each other
-    suspect = found(Program(work, groups), 8)
+    suspect = found(Program(work, groups), 20)
     assert suspect is not None and suspect.ranks == (5,) and suspect.share > 0.3
     many = found(Program(lambda rank, step, now: 0.02 if rank == 5 and not step % 10 else 0.001), 5)
     assert many is not None and many.ranks == (5,) and many.share > 0.5
@@ -188,10 +241,10 @@ def test_steps_may_be_long_and_collectives_many() -> None:
 def test_all_ranks_are_slow_beside_their_own_past() -> None:
     program = Program(noisy(dict.fromkeys(range(WORLD), 1.6), since=10 * EVERY))
     paces = program.paces(10)
-    assert find_suspect(paces, REPLICA_OF) is None
+    assert find_slow(paces, REPLICA_OF) is None
     paces += program.paces(4)
     paces.append(dataclasses.replace(paces[-1], speed=None))  # of too few steps
-    suspect = find_suspect(paces, REPLICA_OF)
+    suspect = find_slow(paces, REPLICA_OF)
     assert suspect is not None and suspect.ranks == () and 0.3 < suspect.share < 0.45
     assert share_now(suspect, paces)
     program.work = noisy()
@@ -204,13 +257,13 @@ def test_a_rank_for_which_others_wait_inside_of_collectives_is_found_as_the_job_
 
     past = paces(10.0, *[{0: 0.0, 1: 0.02, 5: 0.04}] * 4)  # the first one is not counted
     stopped = paces(4.0, {0: 0.0, 1: 0.0, 5: 0.3}, {0: 0.03, 1: 0.0, 5: 0.0}, *[{0: 0.0, 1: 0.0, 5: 0.15}] * 2)
-    suspect = find_suspect(past + stopped, {0: 0, 1: 0, 5: 1})
+    suspect = find_slow(past + stopped, {0: 0, 1: 0, 5: 1})
     assert suspect is not None and (suspect.ranks, suspect.share) == ((5,), 0.6)
     assert share_now(suspect, past + stopped) == pytest.approx(0.6) and not share_now(suspect, past)
     alike = paces(4.0, *[{0: 0.15, 1: 0.0, 5: 0.15}] * 4)
-    assert find_suspect(past + alike, {0: 0, 1: 0, 5: 1}) is None  # nor is there enough of a past for all ranks
+    assert find_slow(past + alike, {0: 0, 1: 0, 5: 1}) is None  # nor is there enough of a past for all ranks
     host = paces(4.0, *[{0: 0.0, 4: 0.12, 5: 0.15}] * 4)
-    found = find_suspect(past + host, {0: 0, 4: 1, 5: 1})
+    found = find_slow(past + host, {0: 0, 4: 1, 5: 1})
     assert found is not None and (found.ranks, found.replica) == ((4, 5), 1)
 
 
@@ -224,7 +277,7 @@ def test_programs_without_collectives_are_compared_by_their_steps_and_without_st
         pace_of(ranks_of(before.values()), after.values(), 0, EVERY, 256)
         for before, after in zip(looks, looks[1:], strict=False)
     ]
-    suspect = find_suspect([pace for pace in paces if pace is not None], dict.fromkeys(range(4), 0))
+    suspect = find_slow([pace for pace in paces if pace is not None], dict.fromkeys(range(4), 0))
     assert suspect is not None and suspect.ranks == (2,) and abs(suspect.share - 0.4) < 0.01
     nothing = answers([None] * 4, 1.0)
     assert pace_of(ranks_of(nothing.values()), nothing.values(), 0, EVERY, 256) is None
@@ -245,7 +298,7 @@ def test_a_clock_that_differs_makes_no_rank_slow() -> None:
         assert pace is not None
         paces.append(pace)
         before = after
-    assert find_suspect(paces, REPLICA_OF) is None
+    assert find_slow(paces, REPLICA_OF) is None
 
 
 LIBRARY = "/env/lib/python3.11/site-packages"
@@ -333,7 +386,7 @@ def test_a_rank_without_a_processor_makes_others_wait_inside_of_collectives_too(
         assert found is not None
         paces.append(found)
         before = after
-    suspect = find_suspect(paces, REPLICA_OF)
+    suspect = find_slow(paces, REPLICA_OF)
     assert suspect is not None and suspect.ranks == (5,) and suspect.share > 0.25
     assert explain(suspect, paces, [], [], {rank: (0, "n") for rank in range(WORLD)}).kind is Kind.PROCESSOR
 

@@ -18,14 +18,15 @@ from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.insight.hangs import HostCollectives
 from torchx_monarch.insight.job_end import run_hook
 from torchx_monarch.insight.pace import (
-    IN_A_ROW,
     MAX_PACES,
     WARM_UP,
     HostPace,
     Pace,
     RankPace,
     Suspect,
+    find_slow,
     find_suspect,
+    may_become_slow,
     pace_of,
     ranks_of,
     share_now,
@@ -42,7 +43,7 @@ FIRST_PACE = 3.0
 """Seconds until the first one, and between those that do not count."""
 
 _EVERY_SUSPECTED = 1.5
-"""The same while ranks may be slow."""
+"""The same while ranks may be slow, or become so."""
 
 _HOSTS_A_SECOND = 250
 
@@ -84,6 +85,8 @@ class SlowWatch:
         self._suspected: tuple[int, ...] = ()
         self._suspicions = 0
         """Paces in a row in which ranks may be slow."""
+        self._hurries = False
+        """Whether ranks may be slow, or become so."""
         self._own: list[Activity] = []
         """What the ranks ``_suspected`` did."""
         self._theirs: list[Activity] = []
@@ -108,7 +111,7 @@ class SlowWatch:
         if pace is not None or ranks.keys() != self._past.keys() or now - self._asked > _TOO_OLD * at_rest:
             self._past, self._asked = ranks, now
         if pace is None:
-            return _EVERY_SUSPECTED if self._suspicions > 0 else at_rest
+            return _EVERY_SUSPECTED if self._hurries else at_rest
         self._paces.append(pace)
         del self._paces[:-MAX_PACES]
         if self._found is not None:
@@ -116,16 +119,16 @@ class SlowWatch:
             return at_rest
         hosts = {rank.rank: replica for replica, host in paces.items() for rank in host.ranks}
         self._suspicions += 1
-        suspect, began = find_suspect(self._paces, hosts, self._suspicions), time.monotonic()
+        slow, began = find_slow(self._paces, hosts), time.monotonic()
+        suspect = slow or find_suspect(self._paces, hosts, self._suspicions)
+        self._hurries = slow is None and (suspect is not None or may_become_slow(self._paces))
         if suspect is None:
             self._suspicions = 0
-            return at_rest
-        slow = find_suspect(self._paces, hosts, IN_A_ROW)  # paces before the first suspicion may count, too
-        suspect = slow or suspect
+            return _EVERY_SUSPECTED if self._hurries else at_rest
         if suspect.ranks != self._suspected or self._suspicions == 1:
             self._suspected, self._own, self._theirs = suspect.ranks, [], []
         # To take stacks of a rank that has hardly any processor would slow it more, and tell nothing.
-        has_processor = not lacks_processor(suspect, self._paces, IN_A_ROW if slow else self._suspicions)
+        has_processor = not lacks_processor(suspect, self._paces)
         if has_processor and (slow is None or not self._own):
             await self._take_stacks(suspect, pace)
         if slow is not None:
@@ -140,7 +143,7 @@ class SlowWatch:
 
     async def _take_stacks(self, suspect: Suspect, pace: Pace) -> None:
         """Take stacks of ranks that may be slow, and of those that have waited most for others, some times."""
-        by_loss = sorted(pace.lost or pace.waits, key=lambda rank: pace.lost.get(rank, 0.0))
+        by_loss = sorted(pace.waits, key=lambda rank: pace.lost.get(rank, 0.0))
         suspects = (suspect.ranks or by_loss)[:_MAX_STACKS]
         others = [rank for rank in by_loss if rank not in suspect.ranks][:_MAX_STACKS] if suspect.ranks else []
 

@@ -3,19 +3,36 @@
 
 Ranks tell when they have called their collectives, the steps that they have done, and how long they have waited for a
 processor (``HostPace``). What hosts tell at one moment becomes a ``Pace``: for each rank the share of the time in which
-others have waited for it, and for it alone. Some of these in a row decide (``find_suspect``). No time in milliseconds
-decides, and no single wait does, such as for a checkpoint.
+others have waited for it, and for it alone. Some of these in a row decide (``find_slow``). No time in milliseconds
+decides, and no single wait does, such as for a checkpoint, nor do steps that differ at random.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import itertools
+import math
+import operator
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 from torchx_monarch.insight.group_calls import GroupCalls, by_group, joint_calls
 
-IN_A_ROW = 4
-"""Paces in a row that must agree."""
+_MIN_PACES = 3
+"""Paces in a row that must agree on ranks that are slow; more in a job of two or three ranks, of which the same one is
+late by chance more often."""
+
+MIN_SECONDS = 9.0
+"""The seconds that these paces must cover together."""
+
+_MIN_DISTANCE = 8.0
+"""How many times as long as by chance (``_noise``) others must have waited for ranks that are slow. Of ranks whose
+steps differ at random each is late in turn, and in a few steps it is late by much."""
+
+_MIN_DISTANCE_OF_SUSPECTS = 4.0
+"""The same for ranks that may be slow."""
+
+_LATELY = 8
+"""Paces that show whether ranks differ by chance more than before."""
 
 MAX_PACES = 64
 """Paces that are kept, the job's past among them."""
@@ -83,9 +100,9 @@ class Pace:
     Attributes:
         step: the steps that the rank which is furthest behind had done at the beginning; None if that is not known.
         speed: the steps per second of that rank; None without steps.
-        lost: by rank, the share of the time in which others have waited for this one alone, 0 to 1, as far as that is
+        lost: by rank, the share of the time in which others have waited for this one alone, up to 1, as far as that is
             known also inside of collectives; in programs without collectives, by which share its speed is below that of
-            the others. Empty if that is not known.
+            the others. Without ranks for which nobody has waited.
         waits: by rank, the share of the time in which its main thread waited for a processor.
     """
 
@@ -134,7 +151,7 @@ def pace_of(
         seconds,
         min(past[rank].step or 0 for rank in ranks) if len(steps) == len(ranks) else None,
         min(steps.values()) / seconds if enough else None,
-        lost,
+        {rank: share for rank, share in lost.items() if share},
         waits,
     )
 
@@ -185,13 +202,14 @@ def median(values: Iterable[float]) -> float:
 def _lost_in_groups(calls: Iterable[GroupCalls], seconds: float, count: int) -> dict[int, float] | None:
     """Return ``Pace.lost``; empty if no ranks meet, and None if they have not met often enough to tell.
 
-    The calls of a group must be spread over half of the time: before a wait that has not ended others tell nothing.
+    The calls of a group must be several, spread over half of the time: before a wait that has not ended others tell
+    nothing, and a single one may be long.
     """
     groups = by_group(calls)
     makes_wait, waits = dict[int, float](), dict[int, float]()
     for joint in filter(None, map(joint_calls, groups)):
         spread, is_cut = joint.latest[-1] - joint.earliest[0], len(joint.earliest) >= count // 2
-        if spread < seconds / 2 and not is_cut:
+        if (spread < seconds / 2 or len(joint.earliest) < 2) and not is_cut:
             continue
         share = min(1.0, _waited(joint.earliest, joint.latest) / (spread if is_cut else seconds))
         most, others = max(joint.late.values()) or 1.0, _others(joint.late)
@@ -229,6 +247,7 @@ class Suspect:
         share: the share of the time that is lost.
         replica: that of the host whose ranks, several and no others, they are; None for another one.
         speed: the steps per second before, if the job is slower now; 0 if that has not decided.
+        paces: how many of the last paces have decided.
     """
 
     ranks: tuple[int, ...]
@@ -237,36 +256,111 @@ class Suspect:
     step: int | None
     replica: int | None = None
     speed: float = 0.0
+    paces: int = _MIN_PACES
 
 
-def find_suspect(paces: Sequence[Pace], replica_of: Mapping[int, int], in_a_row: int = IN_A_ROW) -> Suspect | None:
-    """Return the ranks that were slow in all of the last paces; None if none were, or too few paces are known.
+def find_slow(paces: Sequence[Pace], replica_of: Mapping[int, int]) -> Suspect | None:
+    """Return the ranks that are slow; None if none are, or too few paces are known.
+
+    It takes more paces the more ranks are late by chance.
 
     Args:
         paces: the oldest first.
         replica_of: the replica of each rank.
     """
     paces = paces[WARM_UP:]
-    last = paces[-in_a_row:]
-    if len(last) < in_a_row:
+    count = least = _count_for_verdict(paces)
+    while count < len(paces):  # those before show how late ranks are by chance
+        if found := _stand_out(paces, replica_of, count, _MIN_DISTANCE):
+            return found
+        count *= 2
+    return _slower_than_before(paces, replica_of, least)
+
+
+def find_suspect(paces: Sequence[Pace], replica_of: Mapping[int, int], in_a_row: int) -> Suspect | None:
+    """Return the ranks that may be slow, from what some paces in a row have shown, and perhaps no more; else None."""
+    paces = paces[WARM_UP:]
+    if len(paces) < in_a_row:
         return None
-    lost = {rank: [pace.lost.get(rank, 0.0) for pace in last] for rank in last[-1].lost}
-    steady = {rank: median(shares) for rank, shares in lost.items() if min(shares) >= _MIN_SHARE / 2}
-    ranks, replica, most = _worst(steady, replica_of)
-    if most >= _MIN_SHARE:
-        return Suspect(ranks, most, last[0].time - last[0].seconds, last[0].step, replica)
+    found = _stand_out(paces, replica_of, in_a_row, _MIN_DISTANCE_OF_SUSPECTS)
+    return found or _slower_than_before(paces, replica_of, in_a_row)
+
+
+def may_become_slow(paces: Sequence[Pace]) -> bool:
+    """Return whether others have begun to wait for a rank in the last pace: it may have been slow for a part of it."""
+    before = paces[-2].lost if len(paces) > 1 else {}
+    late = _late(paces[WARM_UP:], 1, _MIN_DISTANCE_OF_SUSPECTS)
+    return any(before.get(rank, 0.0) < _MIN_SHARE / 2 for rank in late)
+
+
+def _stand_out(paces: Sequence[Pace], replica_of: Mapping[int, int], count: int, distance: float) -> Suspect | None:
+    ranks, replica, most = _worst(_late(paces, count, distance), replica_of)
+    if most < _MIN_SHARE:
+        return None
+    first = paces[-count]
+    return Suspect(ranks, most, first.time - first.seconds, first.step, replica, paces=count)
+
+
+def _late(paces: Sequence[Pace], count: int, distance: float) -> dict[int, float]:
+    """Return the shares of ranks for which others have waited in nearly all of the last paces, and not by chance.
+
+    Args:
+        distance: how many times as long as by chance they must have waited.
+    """
+    last = paces[-count:]
+    shares = {rank: [pace.lost.get(rank, 0.0) for pace in last] for rank in (last[-1].lost if last else ())}
+    steady = {rank: own for rank, own in shares.items() if sorted(own)[count // 8] >= _MIN_SHARE / 2}
+    seconds = [pace.seconds for pace in last]
+    least = distance * math.sqrt(sum(seconds)) * _noise(paces[: len(paces) - count + 1], steady)
+    return {rank: median(own) for rank, own in steady.items() if sum(map(operator.mul, own, seconds)) >= least}
+
+
+def _slower_than_before(paces: Sequence[Pace], replica_of: Mapping[int, int], count: int) -> Suspect | None:
+    """Return the ranks that are slow if a job has been slower than before in the last paces, up to all ranks."""
     timed = [(pace.speed, pace) for pace in paces if pace.speed is not None]
-    past, present = sorted(speed for speed, _ in timed[:-in_a_row]), timed[-in_a_row:]
+    past, present = sorted(speed for speed, _ in timed[:-count]), timed[-count:]
     if len(past) < _MIN_PAST:
         return None
     usual, first = _median_low(past), present[0][1]
     if max(speed for speed, _ in present) >= min(usual * (1 - _MIN_LOSS), past[len(past) // 20]):
         return None
     share, since = 1 - mean(speed for speed, _ in present) / usual, first.time - first.seconds
-    ranks, replica, most = _worst({rank: median(shares) for rank, shares in lost.items()}, replica_of)
+    last = paces[-count:]
+    lost = {rank: median(pace.lost.get(rank, 0.0) for pace in last) for rank in last[-1].lost}
+    ranks, replica, most = _worst(lost, replica_of)
     if share >= _MIN_LOSS_OF_OTHERS and most >= _MIN_SHARE / 2 and (len(ranks) == 1 or replica is not None):
-        return Suspect(ranks, share, since, first.step, replica, usual)
-    return Suspect((), share, since, first.step, speed=usual) if len(past) >= _MIN_PAST_OF_ALL else None
+        return Suspect(ranks, share, since, first.step, replica, usual, count)
+    if most >= share / 2 or len(past) < _MIN_PAST_OF_ALL:
+        return None  # ranks of their own may be slow, which more paces tell
+    return Suspect((), share, since, first.step, None, usual, count)
+
+
+def _noise(paces: Sequence[Pace], apart: Container[int]) -> float:
+    """Return how much the shares of ranks change by chance from one pace to the next, if paces have a second.
+
+    It is what three of four paces show, or half of the last ones, as a program may have become less even.
+
+    Args:
+        apart: ranks that may be slow, which do not count.
+    """
+    changes = []
+    for before, after in itertools.pairwise(paces):
+        ranks = (rank for rank in {*before.lost, *after.lost} if rank not in apart)
+        change = max((abs(before.lost.get(rank, 0.0) - after.lost.get(rank, 0.0)) for rank in ranks), default=0.0)
+        changes.append(change / math.sqrt(1 / before.seconds + 1 / after.seconds))
+    if not changes:
+        return 0.0
+    return max(sorted(changes)[3 * (len(changes) - 1) // 4], _median_low(changes[-_LATELY:]))
+
+
+def _count_for_verdict(paces: Sequence[Pace]) -> int:
+    """Return how many of the last paces a verdict needs; more than there are if these are too few."""
+    seconds = 0.0
+    for count, pace in enumerate(reversed(paces), 1):
+        seconds += pace.seconds
+        if count >= max(_MIN_PACES, 7 - len(pace.waits)) and seconds >= MIN_SECONDS:
+            return count
+    return len(paces) + 1
 
 
 def _worst(shares: Mapping[int, float], replica_of: Mapping[int, int]) -> tuple[tuple[int, ...], int | None, float]:

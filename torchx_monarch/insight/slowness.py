@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from torchx_monarch.insight.pace import IN_A_ROW, Pace, Suspect, mean
+from torchx_monarch.insight.pace import Pace, Suspect, mean
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, rank_ranges
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.model.codec import Seconds
@@ -160,12 +160,12 @@ def _part(activities: Sequence[Activity], kind: Kind) -> float:
     return mean(float(activity.kind is kind) for activity in activities)
 
 
-def lacks_processor(suspect: Suspect, paces: Sequence[Pace], in_a_row: int = IN_A_ROW) -> bool:
-    """Return whether ranks waited longer for a processor in the last paces than others, or than before.
+def lacks_processor(suspect: Suspect, paces: Sequence[Pace]) -> bool:
+    """Return whether ranks waited longer for a processor in the paces that have decided than others, or than before.
 
     It must be much of what they lose.
     """
-    last, past = paces[-in_a_row:], paces[:-in_a_row]
+    last, past = paces[-suspect.paces :], paces[: -suspect.paces]
 
     def waits_of(paces: Sequence[Pace], ranks: Iterable[int]) -> float:
         return mean(pace.waits.get(rank, 0.0) for rank in ranks for pace in paces)
