@@ -145,6 +145,8 @@ if sys.argv[2] == "restart" and attempt == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(1000)
 mark(f"trained-{rank}")
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
 """
 
 SCHEDULER = ["torchx", "run", "-s", "monarch_local", "--wait", "monarch.spmd"]
