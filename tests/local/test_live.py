@@ -232,7 +232,7 @@ def test_a_run_outlives_its_client_and_is_found_again(
     """)
     hosts = live("torchrun", "--nproc-per-node", "2", path)
     with Connection.open(hosts.target, run_request(None, RunOptions()).to_message()) as link:
-        assert link.receive() == {"type": "accepted", "run": 1}
+        assert link.receive() == {"type": "accepted", "run": 1, "before": 0}
     other = torchx_monarch.SPMDJob.attach(hosts.job.handle, address=str(hosts.target.address))
     handle = other.follow(output="store", check=False)
     lines = other.logs(rank=0, follow=True)
