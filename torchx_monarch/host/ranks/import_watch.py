@@ -205,6 +205,8 @@ class ImportWatch:
             made = ((os, "urandom"), (os, "getrandom"), (random, "_urandom"), (uuid, "uuid1"), (uuid, "uuid4"))
             for owner, name in made:
                 self._replace(stack, owner, name, self._see_random)
+            if vars(uuid).get("_generate_time_safe"):
+                self._replace(stack, uuid, "_generate_time_safe", _in_a_thread)
             self._replace(stack, threading.Thread, "start", self._see_thread)
             self._replace(stack, socket.socket, "__init__", self._see_socket)
             stack.callback(setattr, sys, "argv", vars(sys).pop("argv"))  # another run may have other arguments
@@ -468,6 +470,18 @@ def _spellings(given: Any) -> tuple[Any, ...]:
     whole = (uuid.UUID(bytes=token), str(uuid.UUID(bytes=token))) if len(token) == 16 else ()
     text = base64.urlsafe_b64encode(token).rstrip(b"=").decode()
     return given, token, int.from_bytes(token, "big"), token.hex(), text, *whole
+
+
+def _in_a_thread(function: Callable[[], Any]) -> Any:
+    """Call libuuid in a thread, with which the random number ends that tells ``uuid1`` of processes apart.
+
+    Forks of a process whose main thread has called it share that number, and may have the same identifier.
+    """
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 def _set_of_datetime(name: str, function: Any) -> None:
