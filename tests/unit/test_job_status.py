@@ -520,7 +520,9 @@ def test_the_status_says_if_nothing_answers_at_the_address_of_the_user(
     monkeypatch.setattr(status_command, "opened_job", lambda *_, **__: contextlib.nullcontext(reader))
     words = {"handle": HANDLE, "address": reader.address, "roles": "", "json": False}
     status_command.run(argparse.Namespace(watch=watch, **words))
-    assert capsys.readouterr().err == "[monarch] refused\n"
+    shown = capsys.readouterr()
+    assert shown.err == "[monarch] refused\n"
+    assert shown.out.count(HANDLE) == 1 + watch  # what was read first is shown, too
 
 
 @pytest.mark.parametrize("error", [UnreachableError("no"), BackendError("no")], ids=["host", "scheduler"])

@@ -22,7 +22,7 @@ from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import root_cause
 from torchx_monarch.cli.arguments import add_address, add_handle
-from torchx_monarch.cli.jobs import NO_ANSWER, JobFacts, JobReader, opened_job
+from torchx_monarch.cli.jobs import NO_ANSWER, SAMPLE_PAUSE_S, JobFacts, JobReader, opened_job
 from torchx_monarch.cli.output import print_json
 from torchx_monarch.cli.report import read_stacks
 from torchx_monarch.cli.status import facts_by_title, state_and_time
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     with opened_job(args.handle, address=args.address) as job:
-        found = explain(job, job.read_with_ranks())
+        found = explain(job, job.say_problem(job.read(SAMPLE_PAUSE_S)))
     print_json(dataclasses.asdict(found)) if args.json else print("\n".join(render(found)))
 
 

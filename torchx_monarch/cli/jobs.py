@@ -113,9 +113,8 @@ class JobReader:
         facts = JobFacts(app, status, timeline, metrics)
         return facts if sample_pause is None or not is_running else self._with_ranks(facts, sample_pause)
 
-    def read_with_ranks(self) -> JobFacts:
-        """Return what is known now, with rates; say if nothing answers at the address of the user."""
-        facts = self.read(SAMPLE_PAUSE_S)
+    def say_problem(self, facts: JobFacts) -> JobFacts:
+        """Say if nothing answers at the address of the user; return the facts."""
         if self.address and facts.problem:
             say(facts.problem)
         return facts

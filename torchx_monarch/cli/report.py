@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from torchx_monarch.cli.arguments import add_address, add_handle
-from torchx_monarch.cli.jobs import JobFacts, opened_job
+from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
 from torchx_monarch.cli.output import STDOUT, print_json, write_output
 from torchx_monarch.cli.status import facts, show_when, state_and_time
 from torchx_monarch.insight.account import lost_seconds
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     with opened_job(args.handle, address=args.address) as job:
-        facts = job.read_with_ranks()
+        facts = job.say_problem(job.read(SAMPLE_PAUSE_S))
     write_output(args.output, page_of(facts))
     if args.json and args.output not in STDOUT:
         roles = [span.name for span in facts.timeline.spans_of("role")]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import shutil
 import sys
@@ -42,10 +43,12 @@ def run(args: argparse.Namespace) -> None:
     """Print the status of a job; with ``--watch`` each time that it changes, until its end."""
     names = [name.strip() for name in args.roles.split(",") if name.strip()]
     with opened_job(args.handle, address=args.address, timeout=PATIENCE) as job:
-        status = only_roles(job.read_with_ranks(), names)
+        later = job.watch(_INTERVAL_S, SAMPLE_PAUSE_S)
+        first = job.say_problem(next(later))
         if args.watch:
-            watch((only_roles(facts, names) for facts in job.watch(_INTERVAL_S, SAMPLE_PAUSE_S)), args.json)
+            watch((only_roles(facts, names) for facts in itertools.chain([first], later)), args.json)
             return
+    status = only_roles(first, names)
     print_json(status.to_json()) if args.json else print(render(status))
 
 
