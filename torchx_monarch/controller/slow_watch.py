@@ -85,8 +85,6 @@ class SlowWatch:
         self._suspected: tuple[int, ...] = ()
         self._suspicions = 0
         """Paces in a row in which ranks may be slow."""
-        self._hurries = False
-        """Whether ranks may be slow, or become so."""
         self._own: list[Activity] = []
         """What the ranks ``_suspected`` did."""
         self._theirs: list[Activity] = []
@@ -111,7 +109,8 @@ class SlowWatch:
         if pace is not None or ranks.keys() != self._past.keys() or now - self._asked > _TOO_OLD * at_rest:
             self._past, self._asked = ranks, now
         if pace is None:
-            return _EVERY_SUSPECTED if self._hurries else at_rest
+            hurries = self._found is None and (self._suspicions > 0 or may_become_slow(self._paces))
+            return _EVERY_SUSPECTED if hurries else at_rest
         self._paces.append(pace)
         del self._paces[:-MAX_PACES]
         if self._found is not None:
@@ -121,10 +120,9 @@ class SlowWatch:
         self._suspicions += 1
         slow, began = find_slow(self._paces, hosts), time.monotonic()
         suspect = slow or find_suspect(self._paces, hosts, self._suspicions)
-        self._hurries = slow is None and (suspect is not None or may_become_slow(self._paces))
         if suspect is None:
             self._suspicions = 0
-            return _EVERY_SUSPECTED if self._hurries else at_rest
+            return _EVERY_SUSPECTED if may_become_slow(self._paces) else at_rest
         if suspect.ranks != self._suspected or self._suspicions == 1:
             self._suspected, self._own, self._theirs = suspect.ranks, [], []
         # To take stacks of a rank that has hardly any processor would slow it more, and tell nothing.
